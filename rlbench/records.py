@@ -247,7 +247,7 @@ class Rollout:
     @property
     def length(self) -> int:
         "Response tokens."
-        return sum(len(segment) for segment in self.responses)
+        return sum(len(segment.tokens) for segment in self.segments if segment.kind == "response")
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
@@ -275,8 +275,13 @@ def response_texts(rollout: Rollout) -> list[str]:
 # %% ../nbs/00_records.ipynb #records-span
 def trained_versions(rollout: Rollout) -> np.ndarray:
     "The versions of the tokens that carry weight, int32 [tokens]."
-    written = [segment for segment in rollout.segments if segment.versions is not None]
-    parts = [segment.versions[segment.trained] for segment in written]
+    parts = []
+    for segment in rollout.segments:
+        if segment.versions is not None:
+            is_whole = segment.mask is None and segment.kind == "response"
+            parts.append(segment.versions if is_whole else segment.versions[segment.trained])
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
@@ -412,6 +417,7 @@ class TrainMetrics:
     replayed_rollouts: int = 0
     value_loss: float | None = None
     value_explained: float | None = None
+    charged_tokens: int | None = None  # that a training service charges; None without one
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,19 @@ from rlbench.models.hardware import cpu_flags
 from rlbench.sandbox.pool_folder import kill_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+MEMORY = Path("/dev/shm")
+ROOM = 4 * 10**9  # bytes that must be free there for all workers of a session
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+    # pytest makes its folders there: a run's tables are forced to the disk at every flush
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = "::test_notebook_runs["
 # notebooks that take longest come before the others, so that all workers end at about the same time
-LONGEST = "sandbox/33_hacks studies/solved_groups studies/tool_drift which_mode workbench workbench/10_drill workbench/16_ablation".split()
+LONGEST = (
+    "sandbox/33_hacks studies/solved_groups studies/tool_drift studies/sandbox_quota which_mode workbench workbench/10_drill "
+    "workbench/16_ablation bench/24_acceptance bench/29_ray_hosts engines/09_vllm planning/08_simulator planning/18_predict"
+).split()
+ON_HOSTS = tuple(f"process/test_{name}_hosts.py" for name in ("doctor_on", "ranks_on", "ray", "runs_over"))
 AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
 
 
@@ -50,18 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     "What is imported by now stays: no later garbage collection looks at it, and no fork copies it."
-    gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    "With several workers: the tests of a file stay together, since they share what they start, and each notebook is run where there is room."
+    """With several workers: the tests of a file stay together, since they share what they start; those of all files that
+    need simulated hosts do, too; and each notebook is run where there is room."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if NOTEBOOK in nodeid else nodeid.partition("::")[0]
+            if NOTEBOOK in nodeid:
+                return nodeid
+            file = nodeid.partition("::")[0]
+            return "hosts" if file.endswith(ON_HOSTS) else file
 
     return Together(config, log)
 
@@ -71,6 +84,17 @@ def avx512f() -> None:
     "For tests that start vLLM's CPU build."
     if "avx512f" not in (cpu_flags() or ()):
         pytest.skip(AVX512F)
+
+
+@pytest.fixture
+def one_thread():
+    "PyTorch computes with one thread, so that sums come out to the same bits."
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -91,8 +115,9 @@ def script(tmp_path):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_run_outlives_the_tests(tmp_path_factory):
-    "A test that fails half-way leaves its run alive; it is ended with the session."
+def no_run_outlives_the_tests(request, tmp_path_factory):
+    """A test that fails half-way leaves its run alive; it is ended with the session. Folders are kept for whoever looks
+    for what failed, and else leave the memory."""
     yield
     base = str(tmp_path_factory.getbasetemp())
     kill_all([psutil.Process(pid) for folder, pid in live_runs() if str(folder).startswith(base)])
@@ -103,3 +128,5 @@ def no_run_outlives_the_tests(tmp_path_factory):
             (place or "").startswith(base) for place in (told["cwd"], *line)
         ):
             kill_all([process])
+    if not request.session.testsfailed:
+        shutil.rmtree(base, ignore_errors=True)

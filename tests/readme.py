@@ -1,4 +1,5 @@
-"""`make readme`: README.md is nbs/index.ipynb as Markdown, data/guide holds the guide for terminals, nbs/map.ipynb lists the notebooks."""
+"""`make readme`: README.md is nbs/index.ipynb as Markdown, data/guide holds the guide for terminals, nbs/papers.ipynb and nbs/map.ipynb list
+the claims and the notebooks."""
 
 import json
 import re
@@ -6,6 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from papers import papers_notebook
 from rooms import GUIDE, ROOT, map_sections
 
 LINK = re.compile(r"(!?)\[([^\]]+)\]\((?![a-z]+:)([^)]+)\)")
@@ -74,6 +76,7 @@ def map_notebook() -> str:
 
 
 if __name__ == "__main__":
+    (ROOT / "nbs" / "papers.ipynb").write_text(papers_notebook(), encoding="utf-8")
     (ROOT / "nbs" / "map.ipynb").write_text(map_notebook(), encoding="utf-8")
     for name, text in guide_pages().items():
         (ROOT / "data" / "guide" / name).write_text(text, encoding="utf-8")

@@ -28,7 +28,8 @@ from urllib.request import Request
 from ..untrusted import make_visible
 
 # %% ../../nbs/base/12_http.ipynb #exchange-where
-# Addresses under which a machine of a cloud tells its own keys: link-local ones, and three that providers took beside them.
+# Addresses under which a machine of a cloud tells its own keys: link-local ones, and three that providers took beside
+# them.
 METADATA = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "100.100.100.200/32", "168.63.129.16/32")
 
 
@@ -112,15 +113,22 @@ class Unanswered(Exception):
 
 
 def exchange(
-    url: str, body: bytes | None = None, token: str = "", timeout: float = 30.0, most: int = 64 << 20
+    url: str,
+    body: bytes | None = None,
+    token: str = "",
+    timeout: float = 30.0,
+    most: int = 64 << 20,
+    key_header: str = "",
 ) -> bytes:
     """POST bytes that are JSON (GET without any) and return those that are answered, `most` at most; `timeout` in
-    seconds for each wait. Redirects are not followed. Raises Unanswered."""
+    seconds for each wait. The token goes as a bearer's, or under the name `key_header`. Redirects are not followed.
+    Raises Unanswered."""
     headers = {
         "Content-Type": "application/json",
         "User-Agent": "rlbench",
-        **({"Authorization": f"Bearer {token}"} if token else {}),
     }
+    if token:
+        headers[key_header or "Authorization"] = token if key_header else f"Bearer {token}"
     try:
         if is_metadata(urlsplit(url).hostname or ""):
             raise OSError("a link-local address, which is never asked")

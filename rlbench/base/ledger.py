@@ -12,7 +12,8 @@ __all__ = ['sealed_segments', 'check_schema', 'Ledger']
 #
 # What always holds:
 #   * Rows are only appended, and their numbers go on from the last readable row, also after a crash.
-#   * All tables are written before any is sealed; a segment is on the disk before the tail that held its rows is replaced.
+#   * All tables are written before any is sealed; a segment is on the disk before the tail that held its rows is
+#     replaced.
 #   * A row that a reader has seen is never taken back.
 #   * On a full disk no row is lost: what did not fit waits in memory, in order.
 #
@@ -40,6 +41,7 @@ class _Tail:
     sealed: int  # seq of the last row in a segment
     next: int  # seq of the next row
     size: int  # bytes of whole lines in the file
+    synced: int = -1  # of them, those known to be on disk; -1: not even the header
     pending: list[bytes] = field(default_factory=list)  # lines not yet in the file
 
 
@@ -54,10 +56,10 @@ def sealed_segments(folder: Path, since: int = -1) -> list[tuple[int, int, Path]
     return found
 
 
-def _start_tail(folder: Path, first: int) -> None:
+def _start_tail(folder: Path, first: int, sync: bool = True) -> None:
     "Put an empty tail, whose rows begin with number `first`, in the place of the old one."
     header = encode_json({"first": first})
-    replace_file(folder / "tail.jsonl", header.encode() + b"\n")
+    replace_file(folder / "tail.jsonl", header.encode() + b"\n", sync)
 
 
 def _tail_file(folder: Path) -> int:
@@ -85,7 +87,7 @@ def _open_tail(folder: Path) -> _Tail:
     path = folder / "tail.jsonl"
     sealed = max((last for _, last, _ in sealed_segments(folder)), default=-1)
     if not path.exists():
-        _start_tail(folder, sealed + 1)
+        _start_tail(folder, sealed + 1, sync=sealed >= 0)  # of a new table nothing is promised before the first sync
     data = path.read_bytes()
     header, _, _ = data.partition(b"\n")
     first = json.loads(header)["first"]
@@ -128,6 +130,7 @@ def _seal_rows(tail: _Tail, table: str) -> None:
     tail.file = _tail_file(tail.folder)
     tail.first = tail.sealed + 1
     tail.size = os.fstat(tail.file).st_size
+    tail.synced = tail.size
 
 
 def _write_segment(tail: _Tail, table: str, lines: list[bytes]) -> None:
@@ -212,8 +215,9 @@ class Ledger:
             check_disk(self.folder)
         for tail in self._tails.values():
             _write_pending(tail)
-            if sync:
+            if sync and tail.synced != tail.size:
                 os.fsync(tail.file)
+                tail.synced = tail.size
         for table, tail in self._tails.items():
             if tail.next - tail.sealed > self.seal_rows or tail.size > self.seal_bytes:
                 _seal_rows(tail, table)

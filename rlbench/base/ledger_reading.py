@@ -10,7 +10,8 @@ __all__ = ['TablePosition', 'Resume', 'read_resumes', 'note_resume', 'read_table
 # The tables of a run folder, as any number of readers see them while the run writes.
 #
 # What always holds:
-#   * A reader opens the tail first and lists segments afterwards, so it misses no row; rows seen twice are dropped by number.
+#   * A reader opens the tail first and lists segments afterwards, so it misses no row; rows seen twice are dropped by
+#     number.
 #   * A last line without an end is ignored.
 #   * What a resume has taken back is not shown: its rows are left out, its rollouts have the fate `lost_resume`.
 #   * A reader takes no lock, writes nothing, and reads only what is newer than its position.

@@ -19,6 +19,7 @@ __all__ = ['encode_json', 'plain_scalar', 'columns_of', 'cell_encoders', 'unknow
 import json
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from json.encoder import encode_basestring
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -44,14 +45,17 @@ def plain_scalar(value):
 
 
 def _int_text(value) -> str:
-    value = plain_scalar(value)
-    _require(type(value) is int and -(2**63) <= value < 2**63)
+    if type(value) is not int:
+        value = plain_scalar(value)
+        _require(type(value) is int)
+    _require(-(2**63) <= value < 2**63)
     return repr(value)
 
 
 def _float_text(value) -> str:
-    value = plain_scalar(value)
-    _require(type(value) in (float, int))
+    if type(value) is not float:
+        value = plain_scalar(value)
+        _require(type(value) in (float, int))
     return repr(value + 0.0) if isfinite(value) else encode_json(value)
 
 
@@ -63,7 +67,7 @@ def _bool_text(value) -> str:
 
 def _str_text(value) -> str:
     _require(isinstance(value, str))
-    return encode_json(value)
+    return encode_basestring(value)  # what encode_json comes to for a string
 
 # %% ../../nbs/base/04_ledger_rows.ipynb #ledger-lists
 def _checked_numbers(values, kinds: str, types: set) -> list:

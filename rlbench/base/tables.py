@@ -155,17 +155,22 @@ supervised_loss | float | nats | mean negative log-probability of the demonstrat
 replayed_rollouts | int | rollouts | rollouts of earlier batches that were trained on again
 value_loss | float | | mean loss of the critic over the batch, null without one
 value_explained | float | share | share of the returns' variance that the critic's values explain, before it learned from them
+charged_tokens | int | tokens | tokens of all passes that a training service charges; null without one
+dollars | float | $ | price of all tokens so far by the list of the training service; null without one
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | share of the training tokens that was padding
 publish_seconds | float | s | from the finished batch to the generators' new weights
+publish_store_seconds | float | s | of that, weights put up for other hosts or for a broadcast; null where generators read the trainer's file
+publish_travel_seconds | float | s | of that, weights on the way to the slowest other host and into its file, or to the slowest generator of a broadcast; null likewise
+publish_load_seconds | float | s | of that, a generator loading them; null on the virtual clock
 memory_generate | float | bytes | most memory that a generator held (its process; on a GPU, the device)
 memory_train | float | bytes | most memory that the trainer held (its process; on a GPU, the device)
 """)
 
 
 _ACTOR_COLUMNS = """
-{actor}_compute | float | s | {actor}: forward, backward, sampling, scoring itself
+{actor}_compute | float | s | {actor}: forward, backward, sampling, scoring itself; of several, the mean
 {actor}_wait | float | s | {actor}: waiting for work, weights or the end of a pause; in a colocated run also the other's turn
 {actor}_publish | float | s | {actor}: moving weights
 {actor}_overhead | float | s | {actor}: the rest (packing, records, transport)
@@ -237,6 +242,7 @@ tool_seconds | float | s | time that it waited for its episode
 said | list[str] | | of an episode of several turns: responses and observations as texts, in order
 states | list[str] | | of an episode of several turns: id of the environment's state in which each turn began
 writers | list[int] | versions | version that issued the newest writes in each of them, -1 if none
+host | str | | host of the generator that wrote it last; null in a run on one machine
 dispatched | int | versions | policy version at dispatch
 oldest | int | versions | oldest version among tokens that carry weight
 newest | int | versions | newest of them

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TARGETS', 'SIGNALS', 'RESTARTED', 'END_REASONS', 'PATIENCE', 'ENDLESS', 'MOMENTS', 'Blow', 'target_pid',
            'leftovers_of', 'book_problems', 'end_problems', 'goes_on_after', 'send_blow', 'await_end', 'count_fates',
-           'strike_run', 'FaultBench', 'plan_blows', 'bench_faults']
+           'strike_run', 'FaultBench', 'sum_up_blows', 'plan_blows', 'bench_faults']
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-imports
 # Processes that are killed or stopped at random moments, and the promises that hold afterwards.
@@ -21,7 +21,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +30,7 @@ import psutil
 from ..base.status import living_processes
 from .crashes import accounting_problems, broken_promises
 from .harness import Say, check_counts, happens_within, kept_record, say_nothing
+from ..models.hardware import machine
 from ..sandbox.pool_folder import kill_all
 from ..workbench.handle import Run, free_name, run, wait
 from ..workbench.supervisor import attempts_without_fate
@@ -43,25 +44,28 @@ END_REASONS = {"trainer": "trainer lost", "run process": "run process lost"}  # 
 
 @dataclass(frozen=True)
 class Blow:
-    "One process struck in one run, and what became of the run. `problems` is empty if every promise was kept."
+    "One blow to one run, and what became of the run. `problems` is empty if every promise was kept."
 
     number: int
-    target: str
-    signal: str
-    after: float  # seconds from the first finished start to the blow
+    target: str  # the kind of thing that was struck
+    struck: str  # with which signal; over hosts: which host or worker
+    moment: str  # seconds after the workers were up, or a phase of the run
     version: int  # of the run when it was struck
-    state: str  # in which it ended
-    reason: str
-    seconds: float  # from the blow to the end
-    left_at_stop: int  # attempts closed without having been used
-    lost: int  # attempts lost with a generator or an environment
+    seconds: float  # from the blow to the end of the run
+    lost: int  # attempts lost with actors
     problems: tuple[str, ...]
+    state: str = ""  # in which the run ended
+    reason: str = ""
+    left_at_stop: int | None = None  # attempts closed without having been used; None where they were not counted
+    noticed_s: float | None = None  # from the blow until the run knew of it; None where that is not measured
+    back_s: float | None = None  # from the blow until all actors were up again; None likewise
 
     def __str__(self) -> str:
-        struck = f"{self.signal} to the {self.target} after {self.after:.1f} s"
-        end = f"{self.state} within {self.seconds:.0f} s"
+        times = f"{self.state} within {self.seconds:.0f} s"
+        if self.noticed_s is not None:
+            times = f"noticed after {self.noticed_s:.1f} s, all up after {self.back_s:.1f} s"
         problems = ", ".join(self.problems) or "all kept"
-        return f"{struck}: {end}; {problems}"
+        return f"{self.target} ({self.struck}), {self.moment}: {times}; {problems}"
 
 
 def target_pid(struck: Run, target: str) -> int:
@@ -211,15 +215,15 @@ def strike_run(
     return Blow(
         number=number,
         target=target,
-        signal=signal_name,
-        after=round(after, 2),
+        struck=signal_name,
+        moment=f"{after:.2f} s after the start",
         version=version,
-        state=struck.status.state,
-        reason=struck.status.reason,
         seconds=round(seconds, 1),
-        left_at_stop=count_fates(struck, "left_at_stop"),
         lost=count_fates(struck, "lost_generator", "lost_environment"),
         problems=tuple(problems),
+        state=struck.status.state,
+        reason=struck.status.reason,
+        left_at_stop=count_fates(struck, "left_at_stop"),
     )
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-many
@@ -232,10 +236,34 @@ class FaultBench:
     broken: tuple[Blow, ...]
     blows: tuple[Blow, ...]
     slowest_end_s: float
+    slowest_notice_s: float | None = None  # None where it is not measured
+    slowest_return_s: float | None = None  # likewise
+    machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kept = f"{self.kept} of {self.times} blows: every promise kept"
-        return f"{kept}; the slowest end took {self.slowest_end_s:.0f} s"
+        if self.slowest_notice_s is None:
+            return f"{kept}; the slowest end took {self.slowest_end_s:.0f} s"
+        return (
+            f"{kept}; noticed within {self.slowest_notice_s:.0f} s, all actors up within {self.slowest_return_s:.0f} s"
+        )
+
+
+def sum_up_blows(blows: Sequence[Blow], *packages: str) -> FaultBench:
+    "The result of a bench from its blows. `packages`: those whose versions are named with the machine."
+    broken = tuple(blow for blow in blows if blow.problems)
+    noticed = [blow.noticed_s for blow in blows if blow.noticed_s is not None]
+    back = [blow.back_s for blow in blows if blow.back_s is not None]
+    return FaultBench(
+        times=len(blows),
+        kept=len(blows) - len(broken),
+        broken=broken,
+        blows=tuple(blows),
+        slowest_end_s=max(blow.seconds for blow in blows),
+        slowest_notice_s=max(noticed, default=None),
+        slowest_return_s=max(back, default=None),
+        machine=machine(*packages),
+    )
 
 
 def plan_blows(times: int, seed: int) -> list[tuple[str, str, float]]:
@@ -268,6 +296,4 @@ def bench_faults(
         path = folder / f"{seed}-{number:02d}.json"
         blows.append(kept_record(path, Blow, lambda: strike_now(*planned)))
         say(f"{number + 1:3d}/{times}  {blows[-1]}")
-    broken = tuple(blow for blow in blows if blow.problems)
-    slowest = max(blow.seconds for blow in blows)
-    return FaultBench(times, times - len(broken), broken, tuple(blows), slowest)
+    return sum_up_blows(blows, "torch")

@@ -333,7 +333,9 @@ def bench_trl(
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-size-sizes
 SIZES = {
+    "0.19m": ModelShape(3, 64, 4, 2, 16, 186_976, inner=256),  # the embedded policy's shape
     "1m": ModelShape(4, 128, 4, 2, 32, 988_672, inner=512),
+    "8m": ModelShape(8, 256, 4, 2, 64, 7_878_144, inner=1024),
     "10m": ModelShape(10, 256, 4, 2, 64, 9_845_504, inner=1024),
     "60m": ModelShape(15, 512, 8, 4, 64, 59_017_088, inner=2048),
 }

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['FolderOption', 'ArmSeedsOption', 'VersionsOption', 'PlacementOption', 'MomentSeedOption', 'LengthsRunOption',
-           'PairsOption', 'PresetPlacementOption', 'SizeOption', 'LengthOption', 'RealRunsOption', 'RoundsOption',
-           'OpenStepsOption', 'OpenRolloutsOption', 'OpenFolderOption', 'ObjectiveSeedsOption', 'ObjectivesOption',
-           'TopPOption', 'TopKOption', 'EnginesOption', 'ModeSeedsOption', 'DelayPairsOption', 'StudyArgument',
-           'PreferencePairsOption', 'TeachersOption', 'StrikesOption', 'KillsOption', 'FirstSeedOption', 'ArmsOption',
-           'StartsOption', 'BurstOption', 'WorkspacesOption', 'BalancePairsOption', 'RunSecondsOption',
-           'ObservationOption', 'VirtualOption', 'VirtualRunsOption', 'MillionOption', 'LengthSeedOption',
-           'WindowsOption', 'WindowSecondsOption', 'run_bench', 'measure_engines', 'compare_with_trl',
-           'measure_overhead', 'measure_starts', 'open_large_run', 'compare_objectives', 'measure_mismatch',
-           'compare_modes', 'compare_delays', 'run_study', 'measure_proxy_reward', 'compare_distillation',
-           'compare_step_rewards', 'strike_processes', 'kill_and_resume', 'diagnose_faults', 'measure_sandbox',
-           'measure_environment', 'measure_balance', 'check_predictions', 'measure_staleness', 'measure_simulator',
-           'compare_straggler_modes', 'measure_panel']
+           'VocabularyOption', 'PairsOption', 'PresetPlacementOption', 'SizeOption', 'LengthOption', 'LimitSizeOption',
+           'LimitLengthOption', 'RealRunsOption', 'HostPairsOption', 'HostStepsOption', 'RoundsOption',
+           'OpenStepsOption', 'OpenRolloutsOption', 'OpenFolderOption', 'BatchesOption', 'ServicePairsOption',
+           'ObjectiveSeedsOption', 'ObjectivesOption', 'TopPOption', 'TopKOption', 'EnginesOption', 'ModeSeedsOption',
+           'DelayPairsOption', 'StudyArgument', 'PreferencePairsOption', 'TeachersOption', 'StrikesOption',
+           'ClusterOption', 'FaultsFolderOption', 'KillsOption', 'FirstSeedOption', 'ArmsOption', 'StartsOption',
+           'BurstOption', 'WorkspacesOption', 'BalancePairsOption', 'RunSecondsOption', 'ObservationOption',
+           'VirtualOption', 'VirtualRunsOption', 'MillionOption', 'LengthSeedOption', 'WindowsOption',
+           'WindowSecondsOption', 'run_bench', 'measure_engines', 'compare_with_trl', 'measure_overhead',
+           'measure_limit', 'measure_hosts', 'measure_starts', 'open_large_run', 'measure_service',
+           'compare_objectives', 'measure_mismatch', 'compare_modes', 'compare_delays', 'run_study',
+           'measure_proxy_reward', 'compare_distillation', 'compare_step_rewards', 'strike_processes',
+           'kill_and_resume', 'diagnose_faults', 'measure_sandbox', 'measure_environment', 'measure_balance',
+           'check_predictions', 'measure_staleness', 'measure_simulator', 'compare_straggler_modes', 'measure_panel']
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-imports
 # The verbs under `rlbench bench`.
@@ -60,13 +62,25 @@ MomentSeedOption = Annotated[int, typer.Option(help="random seed of the moments"
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-speed-options
 LengthsRunOption = Annotated[str, typer.Option("--run", help="use the response lengths of this run")]
+VocabularyOption = Annotated[
+    str,
+    typer.Option(
+        help="compare ways to draw tokens with vLLM alone instead, for vocabularies such as 2048,32768,151936"
+    ),
+]
 PairsOption = Annotated[int | None, typer.Option(help="trainings per side; default: 3, or 1 with --size")]
 PresetPlacementOption = Annotated[str, typer.Option(help="split or colocated; empty: that of the preset")]
 SizeOption = Annotated[
-    str, typer.Option(help="use random weights of this size instead of the embedded policy: 1m, 10m or 60m")
+    str, typer.Option(help="use random weights of this size instead of the embedded policy: 1m, 8m, 10m or 60m")
 ]
 LengthOption = Annotated[int, typer.Option(help="with --size: length of every response")]
+LimitSizeOption = Annotated[str, typer.Option("--size", help="only this size: 0.19m, 8m or 60m")]
+LimitLengthOption = Annotated[
+    int | None, typer.Option("--tokens", help="only responses of this length; default: 32, 128 and 512")
+]
 RealRunsOption = Annotated[int, typer.Option(help="real runs of the preset")]
+HostPairsOption = Annotated[int, typer.Option("--pairs", help="runs over three hosts, each beside one on one host")]
+HostStepsOption = Annotated[int, typer.Option("--steps", help="versions of each run")]
 RoundsOption = Annotated[int, typer.Option(help="fresh interpreters")]
 OpenStepsOption = Annotated[int, typer.Option("--steps", help="steps of the run that is made")]
 OpenRolloutsOption = Annotated[int, typer.Option("--rollouts", help="rollouts of each step")]
@@ -78,12 +92,20 @@ OpenFolderOption = Annotated[
 def measure_engines(
     run_name: LengthsRunOption = "",
     runs: RunsOption = "",
+    vocabulary: VocabularyOption = "",
     folder: FolderOption = "bench-engine",
     as_json: JsonOption = False,
 ) -> None:
-    "Compare the torch generator, and vLLM if it works here, with transformers.generate."
+    """Compare the torch generator, and vLLM if it works here, with transformers.generate; or, with --vocabulary, ways
+    to draw tokens with vLLM alone."""
     from rlbench.bench.engine import bench_engine
+    from rlbench.bench.engine_draws import bench_draws, vocabulary_sizes
 
+    if vocabulary:
+        with exit_on_refusal():
+            sizes = vocabulary_sizes(vocabulary)
+        run_bench(bench_draws, sizes, folder, as_json=as_json)
+        return
     with exit_on_refusal():
         lengths_of = find_run_folder(run_name, runs) if run_name else None
     run_bench(bench_engine, run=lengths_of, folder=folder, as_json=as_json)
@@ -117,6 +139,31 @@ def measure_overhead(
 
     run_bench(bench_overhead, folder, runs, placement, as_json=as_json)
 
+# %% ../../nbs/cli/15_benches.ipynb #benches-limit
+def measure_limit(
+    size: LimitSizeOption = "",
+    tokens: LimitLengthOption = None,
+    folder: FolderOption = "bench-limit",
+    as_json: JsonOption = False,
+) -> None:
+    "Measure how far generator, trainer and run process are from the limit of this machine, and where the rest goes."
+    from rlbench.bench.limit import bench_limit
+
+    sizes = (size,) if size else ()
+    run_bench(bench_limit, folder, sizes, tokens, as_json=as_json)
+
+
+def measure_hosts(
+    pairs: HostPairsOption = 3,
+    steps: HostStepsOption = 40,
+    folder: FolderOption = "bench-hosts",
+    as_json: JsonOption = False,
+) -> None:
+    "Compare a run over three hosts of one machine with the same run on one of them; needs Ray and network namespaces."
+    from rlbench.bench.several_hosts import bench_hosts
+
+    run_bench(bench_hosts, folder, pairs, steps, as_json=as_json)
+
 
 def measure_starts(rounds: RoundsOption = 3, folder: FolderOption = "bench-start", as_json: JsonOption = False) -> None:
     "How long a person waits: for a first run, for the next one, for a killed generator, for an import, for a list."
@@ -135,6 +182,24 @@ def open_large_run(
     from rlbench.bench.opened import bench_opened
 
     run_bench(bench_opened, folder, steps, rollouts, as_json=as_json)
+
+# %% ../../nbs/cli/15_benches.ipynb #benches-service
+BatchesOption = Annotated[int, typer.Option(help="batches of each tenant's loop")]
+ServicePairsOption = Annotated[
+    int, typer.Option("--pairs", help="times that each piece of work is timed on both sides")
+]
+
+
+def measure_service(
+    batches: BatchesOption = 40,
+    pairs: ServicePairsOption = 7,
+    folder: FolderOption = "bench-tinker",
+    as_json: JsonOption = False,
+) -> None:
+    "Two tenants train through one service with the official client: solve rates, overheads, gain by sharing, books."
+    from rlbench.bench.training_service import bench_tinker
+
+    run_bench(bench_tinker, folder, batches, pairs, as_json=as_json)
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-learning-options
 ObjectiveSeedsOption = Annotated[int, typer.Option(help="runs per objective")]
@@ -239,6 +304,20 @@ def compare_step_rewards(
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-faults-options
 StrikesOption = Annotated[int, typer.Option(help="processes to strike, one per run")]
+ClusterOption = Annotated[
+    bool,
+    typer.Option(
+        "--cluster", help="strike workers, hosts and links of runs over three hosts of this machine; needs Ray and root"
+    ),
+]
+FaultsFolderOption = Annotated[
+    str,
+    typer.Option(
+        "--folder",
+        help="folder of finished measurements; a repeated command skips them; default: bench-faults, or "
+        "bench-faults-cluster with --cluster",
+    ),
+]
 KillsOption = Annotated[int, typer.Option(help="kills in all; each run gets several")]
 FirstSeedOption = Annotated[int, typer.Option(help="seed of the first arm; later arms use the next numbers")]
 ArmsOption = Annotated[list[str], typer.Option(help="only this arm; repeat for more")]
@@ -247,13 +326,17 @@ ArmsOption = Annotated[list[str], typer.Option(help="only this arm; repeat for m
 def strike_processes(
     times: StrikesOption = 20,
     seed: MomentSeedOption = 0,
-    folder: FolderOption = "bench-faults",
+    cluster: ClusterOption = False,
+    folder: FaultsFolderOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Kill and stop processes of live runs at random moments. Exit status 1 if a promise is broken."
     from rlbench.bench.faults import bench_faults
+    from rlbench.bench.host_faults import bench_host_faults
 
-    found = run_bench(bench_faults, times, seed, folder, as_json=as_json)
+    bench = bench_host_faults if cluster else bench_faults
+    default = "bench-faults-cluster" if cluster else "bench-faults"
+    found = run_bench(bench, times, seed, folder or default, as_json=as_json)
     raise typer.Exit(int(bool(found.broken)))
 
 

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from ..base.runs_folder import find_run_folder
 from ..base.status import read_status
+from ..base.tenants import refuse_for_tenant
 from rlbench.cli.terminal import (
     JsonOption,
     RunName,
@@ -52,10 +53,13 @@ OtherRun = Annotated[
 
 def digest_facts(trace: "Trace", folder: Path) -> dict[str, object]:
     "What `digest --json` prints of a run."
+    from rlbench.runtime.live_view import read_toml
+
     status = read_status(folder)
     return {
         "run": trace.run,
         "digest": trace.whole,
+        "draw": read_toml(folder / "config.toml").get("draw", "counter"),
         "version": status.version if status else 0,
         "parts": trace.parts,
         "weights": trace.weights,
@@ -65,17 +69,23 @@ def digest_facts(trace: "Trace", folder: Path) -> dict[str, object]:
 def print_digest(name: RunName, other: OtherRun = "", runs: RunsOption = "", as_json: JsonOption = False) -> None:
     """Print a hash of all that was trained and evaluated, applied commands and final weights. Equal digests
     mean equal runs. With a second run, show which parts are equal."""
+    from rlbench.loop.config_notes import draw_in_words
     from rlbench.loop.digest import compare_traces, read_trace
+    from rlbench.runtime.live_view import read_toml
 
     with exit_on_refusal():
         folders = [find_run_folder(each, runs) for each in (name, other) if each]
+        for folder in folders:
+            refuse_for_tenant(folder, "digest")
         traces = [read_trace(folder) for folder in folders]
     checks = compare_traces(*traces) if other else ()
     if as_json:
         facts, *others = map(digest_facts, traces, folders)
         print_json({**facts, "other": others[0], "checks": checks} if other else facts)
     else:
-        print_text(*(trace.whole for trace in traces), *checks, sep="\n")
+        tables = [read_toml(folder / "config.toml") for folder in folders]
+        drawn = [draw_in_words(table) for table in tables if table.get("draw", "counter") != "counter"]
+        print_text(*(trace.whole for trace in traces), *checks, *dict.fromkeys(drawn), sep="\n")
     raise typer.Exit(int(any(check.equal is False for check in checks)))
 
 # %% ../../nbs/cli/06_comparing.ipynb #comparing-runs

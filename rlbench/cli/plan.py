@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['SHEET_PADDING', 'PlanArgument', 'PlanFieldsOption', 'TablesOption', 'FormulaOption', 'SeedOption', 'ListFieldsOption',
-           'CheckOption', 'OnlyOption', 'sheet_table', 'print_plan', 'print_plan_fields', 'print_packaged_plans',
-           'check_plans', 'acceptance_table', 'plan_run', 'simulation_status']
+           'CheckOption', 'WriteClusterOption', 'OnlyOption', 'sheet_table', 'print_plan', 'print_plan_fields',
+           'print_packaged_plans', 'check_plans', 'acceptance_table', 'plan_run', 'simulation_status']
 
 # %% ../../nbs/cli/12_plan.ipynb #plan-imports
 # The verb that predicts a run from a plan file.
 #
 # What always holds:
-#   * Nothing starts, and nothing is written.
+#   * Nothing starts, and nothing is written but the file that --write-cluster names.
 #   * With --check, exit status 1 if a published figure is not met.
 #
 # The arithmetic is in `planning`, the published figures are in `bench/acceptance`.
@@ -119,7 +119,8 @@ def acceptance_table(rows: Sequence) -> Table:
 PlanArgument = Annotated[
     str,
     typer.Argument(
-        metavar="PLAN", help="name of a packaged plan, or a .toml file; without it, list the packaged plans"
+        metavar="PLAN",
+        help="name of a packaged plan, a plan's .toml file, or a run's; without it, list the packaged plans",
     ),
 ]
 PlanFieldsOption = Annotated[
@@ -142,6 +143,14 @@ ListFieldsOption = Annotated[bool, typer.Option("--fields", help="list the field
 CheckOption = Annotated[
     bool, typer.Option("--check", help="compare with published figures, row by row; takes some minutes")
 ]
+WriteClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--write-cluster",
+        metavar="FILE",
+        help="write the best split as counts of workers and a [cluster] table of a run",
+    ),
+]
 OnlyOption = Annotated[
     list[str], typer.Option("--only", metavar="ROW", help="with --check: only this row; repeat for more rows")
 ]
@@ -156,9 +165,11 @@ def plan_run(
     list_fields: ListFieldsOption = False,
     checked: CheckOption = False,
     only: OnlyOption = [],
+    write_cluster: WriteClusterOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
+    from rlbench.planning.plan_cluster import is_run_file, read_run_file, write_cluster_file
     from rlbench.planning.plan_sheets import plan_facts
     from rlbench.planning.planner import plan_run
 
@@ -169,11 +180,17 @@ def plan_run(
     if not source:
         return print_packaged_plans(as_json)
     with exit_on_refusal(), simulation_status(form_only) as say:
-        found = plan_run(source, parse_settings(set_), tables or None, not form_only, seed, say)
+        settings = parse_settings(set_)
+        taken = read_run_file(source, settings) if is_run_file(source) else None
+        found = plan_run(taken.table if taken else source, settings, tables or None, not form_only, seed, say)
+        if write_cluster:
+            write_cluster_file(found, write_cluster)
+    assumed = taken.assumed if taken else ()
     if as_json:
-        print_json(plan_facts(found))
-    else:
-        print_plan(found, Screen())
+        return print_json({**plan_facts(found), "assumed": assumed})
+    print_plan(found, Screen())
+    if assumed:
+        print_text(f"Assumed, as {source} does not say: {'; '.join(assumed)}.")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.tenants import refuse_for_tenant
 from rlbench.cli.terminal import (
     NOT_LIVE,
     JsonOption,
@@ -47,9 +48,11 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/cli/09_policy.ipynb #policy-config
 def config_with_policy(run: "Run") -> "RunConfig":
-    "The run's configuration with its trained policy. ValueError if there is none yet, or if the run has no model."
+    """The run's configuration with its trained policy. ValueError if there is none yet, if the run has no model, and if
+    its weights lie in a training service."""
     from rlbench.loop.config import check_has_policy
 
+    refuse_for_tenant(run.folder, "policy")
     check_has_policy(run.config, run.name, "to evaluate, to sample from or to export")
     folder = run.folder / "policy"
     if not (folder / "config.json").is_file():
@@ -227,8 +230,8 @@ def export_to_tracker(run: "Run", to: str, folder: Path | None, follow: bool, as
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     counts = ", ".join(f"{count} {table}" for table, count in exported.rows.items())
-    facts = {"to": to, "rows": exported.rows, "look": exported.look}
-    print_result(facts, f"{run.name}: {counts}; look with: {exported.look}", as_json)
+    facts = {"to": to, "rows": exported.rows, "folder": exported.place, "look": exported.look}
+    print_result(facts, f"{run.name}: {counts} in {exported.place}; look with: {exported.look}", as_json)
 
 # %% ../../nbs/cli/09_policy.ipynb #policy-export-tools
 def check_target(to: str) -> None:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LOW_BYTES', 'IN_LOG', 'LOOK_SECONDS', 'LINE_SECONDS', 'clock_text', 'share_text', 'rate_with_error',
            'remaining_seconds', 'headline', 'disk_text', 'held_out_rows', 'preflight_rows', 'diagnosis_rows',
-           'served_text', 'length_text', 'queue_text', 'work_text', 'recent_rows', 'progress_rows', 'progress_block',
-           'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_left_alone']
+           'served_text', 'length_text', 'queue_text', 'queue_row', 'work_text', 'recent_rows', 'progress_rows',
+           'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_left_alone']
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-imports
 # A run while it is under way, in a few lines, until it has ended.
@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.status import Status, state_of
+from ..base.tenants import read_owner
 from .terminal import NOT_LIVE
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ def remaining_seconds(reader: "RunReader", steps: "pl.DataFrame") -> float | Non
 def headline(reader: "RunReader", steps: "pl.DataFrame", state: str) -> str:
     "State, version, and time of a run."
     status = reader.status
+    owner = read_owner(reader.folder)
+    if owner is not None:
+        where = f"{owner.tenant} of the service {owner.service}"
+        return f"{state}, version {status.version}, {clock_text(status.seconds)} elapsed, {where}"
     text = f"{state}, version {status.version} of {reader.config.steps}, {clock_text(status.seconds)} elapsed"
     remaining = remaining_seconds(reader, steps)
     if remaining is None or state != "running":
@@ -143,6 +148,8 @@ def served_text(recent: "pl.DataFrame") -> str:
         return "-"
     all_pass = recent["all_pass"].mean()
     all_fail = recent["all_fail"].mean()
+    if all_pass is None or all_fail is None:  # the loop of a client: groups without a signal are not told apart
+        return f"{rate:.2f}"
     return f"{rate:.2f}   all pass {all_pass:.0%}, all fail {all_fail:.0%}"
 
 
@@ -161,6 +168,13 @@ def queue_text(step: dict, config: "RunConfig") -> str:
     return f"{depth}, {lag}, largest {step['lag_max']} of {config.staleness}"
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-recent-work
+def queue_row(reader: "RunReader", newest: dict) -> tuple[str, str]:
+    "What waits to be trained: groups of a run of ours, prompts of a client's loop."
+    if read_owner(reader.folder) is None:
+        return ("queue", queue_text(newest, reader.config))
+    return ("not trained yet", f"responses to {newest['queue_depth']:.0f} prompts")
+
+
 def work_text(recent: "pl.DataFrame") -> str:
     "The share of the time for which each actor computes."
     seconds = recent["seconds"].sum()
@@ -184,7 +198,7 @@ def recent_rows(reader: "RunReader", steps: "pl.DataFrame") -> list[tuple[str, s
     return [
         ("served solve rate", served_text(recent)),
         ("response length", length_text(newest)),
-        ("queue", queue_text(newest, reader.config)),
+        queue_row(reader, newest),
         ("trainer", work_text(recent)),
         ("tokens", f"{pace:,.0f} generated a second, {reader.status.tokens:,} so far"),
     ]

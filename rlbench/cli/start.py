@@ -7,7 +7,7 @@ __all__ = ['SourceArgument', 'FieldsOption', 'NameOption', 'TagsOption', 'NoteOp
            'GpusOption', 'OptionalRun', 'ResumeKnobsOption', 'AllOption', 'VersionOption', 'ForkFieldsOption',
            'ForkNameOption', 'ForkDetachOption', 'ReplayNameOption', 'AnywayOption', 'print_final_state',
            'follow_to_exit', 'start_run', 'print_started', 'print_memory_plan', 'attach_run', 'resume_run',
-           'resume_lost_runs', 'resume_if_allowed', 'parse_version', 'fork_run', 'replay_run']
+           'resume_lost_runs', 'resume_if_allowed', 'parse_version', 'fork_run', 'replay_service_tenant', 'replay_run']
 
 # %% ../../nbs/cli/04_start.ipynb #start-imports
 # The verbs that bring a run up or watch one: run, attach, resume, fork, replay.
@@ -18,12 +18,14 @@ __all__ = ['SourceArgument', 'FieldsOption', 'NameOption', 'TagsOption', 'NoteOp
 #   * Exit status 0 if the run finished or was stopped, 1 if it failed or died. For `attach`, 0 also if it goes on.
 #
 # It does not prepare runs and starts no process itself: `workbench` does.
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from ..base.runs_folder import list_run_folders, shown_path
+from ..base.tenants import read_owner
 from .endings import print_ending, print_lines, run_facts
 from .progress import follow_run, print_left_alone, watch_run
 from rlbench.cli.terminal import (
@@ -134,6 +136,7 @@ def print_started(run: "Run", notes: list[str], screen: Console) -> None:
 def print_memory_plan(source: str, settings: list[str] | None, dry_run: bool, gpus: list[str], as_json: bool) -> None:
     "Print where the memory of a run would go, and exit: with 0 if the run fits, else with 1."
     from rlbench.loop.config_notes import notes_on
+    from rlbench.runtime.cluster_plan import cluster_plan_facts, plan_on_cluster
     from rlbench.runtime.memory_plan import memory_plan, plan_facts
     from rlbench.workbench.prepare import prepare
 
@@ -141,10 +144,12 @@ def print_memory_plan(source: str, settings: list[str] | None, dry_run: bool, gp
         if not dry_run:
             raise ValueError("--on: a run starts on the machine at hand; add --dry-run to plan for another one")
         config = prepare(source, parse_settings(settings)).asked
-        plan = memory_plan(config, on=gpus)
+        is_far = config.placement == "ray" and config.cluster.address and not gpus
+        plan = plan_on_cluster(config) if is_far else memory_plan(config, on=gpus)
         notes = [note.text for note in notes_on(config)]
     text = "\n".join([str(plan), *(f"note: {note}" for note in notes)])
-    print_result({**plan_facts(plan), "notes": notes}, text, as_json)
+    facts = cluster_plan_facts(plan) if is_far else plan_facts(plan)
+    print_result({**facts, "notes": notes}, text, as_json)
     raise typer.Exit(int(not plan.fits))
 
 # %% ../../nbs/cli/04_start.ipynb #start-attach
@@ -211,7 +216,7 @@ def resume_lost_runs(runs: str, screen: Console, as_json: bool) -> None:
 
     outcomes = {}
     for run in map(Run, list_run_folders(runs)):
-        if run.state == "dead":
+        if run.state == "dead" and read_owner(run.folder) is None:
             outcomes[run.name] = resume_if_allowed(run)
             print_lines(screen, f"{run.name}: {outcomes[run.name]}")
     if not outcomes:
@@ -285,6 +290,16 @@ AnywayOption = Annotated[
 ]
 
 
+def replay_service_tenant(folder: Path, as_json: bool) -> None:
+    "Repeat the training of a service's tenant from its journal. Exits with status 1 if a digest differs."
+    from rlbench.service.service_replay import replay_tenant
+
+    with exit_on_refusal():
+        replayed = replay_tenant(folder)
+    print_result({**as_plain_data(replayed), "equal": replayed.equal}, replayed, as_json)
+    raise typer.Exit(int(not replayed.equal))
+
+
 def replay_run(
     name: RunName,
     new: ReplayNameOption = "",
@@ -296,7 +311,11 @@ def replay_run(
     "Repeat a run from its configuration, seed and journal. Exit status 1 if the digests differ."
     screen = Screen(stderr=as_json)
     with exit_on_refusal():
-        replay = open_run(name, runs).replay(new, anyway)
+        run = open_run(name, runs)
+    if (run.folder / "tenant.json").exists():  # a tenant of a training service
+        replay_service_tenant(run.folder, as_json)
+    with exit_on_refusal():
+        replay = run.replay(new, anyway)
     follow_run(replay.run, screen, quiet)
     with exit_on_refusal():
         verdict = replay.verdict

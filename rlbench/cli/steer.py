@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.status import Status
+from ..base.tenants import refuse_for_tenant
 from rlbench.cli.terminal import (
     NOT_LIVE,
     AuthorOption,
@@ -328,6 +329,7 @@ def print_knobs(
     "List the live knobs of a run, save their settings under a name, or apply saved settings."
     with exit_on_refusal():
         run = open_run(name, runs)
+        refuse_for_tenant(run.folder, "knobs")
         if apply:
             return apply_saved_knobs(run, apply, author, seconds, as_json)
         if save:

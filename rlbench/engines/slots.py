@@ -29,13 +29,14 @@ from ..records import Segment, pack_masks, response_segment
 # %% ../../nbs/engines/04_slots.ipynb #slots-rows
 class SlotRows:
     """Columns of the running sequences, one row per slot [S]: the last token and its position, response tokens so far
-    and at most, stream, sampling, stop tokens [S, most], and the response [S, positions]."""
+    and at most, adapter, stream, sampling, stop tokens [S, most], and the response [S, positions]."""
 
     def __init__(self, slots: int, positions: int):
         self.last = np.zeros(slots, np.int64)
         self.at = np.zeros(slots, np.int64)
         self.count = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
+        self.adapter = np.zeros(slots, np.int64)
         self.top_k = np.zeros(slots, np.int64)
         self.stream = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots)
@@ -54,6 +55,7 @@ class SlotRows:
         self.at[row] = len(request.prompt) + done - 1
         self.count[row] = done
         self.limit[row] = sampling.max_tokens
+        self.adapter[row] = request.adapter
         self.stream[row] = request.stream
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
@@ -75,9 +77,9 @@ class SlotRows:
         self.stop[row, : len(stop)] = stop
 
     def write_tokens(
-        self, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int
+        self, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int | np.ndarray
     ) -> np.ndarray:
-        "One more token in rows 0..n-1; boolean [n, 2]: ended at a stop token, ended at its limit."
+        "One more token in rows 0..n-1, of one version or one each; boolean [n, 2]: ended at a stop token, ended at its limit."
         for i, sequence in enumerate(self.sequence[:n]):
             if sequence.kept is not None:
                 sequence.kept.append(NO_IDS if kept is None else kept[i])

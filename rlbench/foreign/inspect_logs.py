@@ -16,6 +16,7 @@ __all__ = ['HEADER', 'START', 'UPDATES', 'SAMPLES', 'JSON_KEYS', 'LETTERS', 'ATT
 # What always holds:
 #   * Each log is a run of its own. Its samples are responses of an evaluation that is named after the task.
 #   * A group is a sample's id; its epochs are the responses.
+#   * Scores are parts. Which of them is the reward is a guess, or the user's choice.
 #   * A damaged sample of a ZIP file does not keep the others from being read.
 # It knows inspect-ai 0.3.285; samples in its chunked layout are left out.
 import json
@@ -157,14 +158,15 @@ def score_parts(scores: dict) -> dict[str, float]:
 
 
 def verdict(scores: dict) -> bool | None:
-    "Whether the first scorer that says right or wrong says right; None where all say numbers, or something between."
+    "Whether the only scorer that says right or wrong says right; None where none does, or several do."
+    verdicts = []
     for score in scores.values():
         value = as_table(score).get("value")
         if value in ("C", "I"):
-            return value == "C"
-        if isinstance(value, bool):
-            return value
-    return None
+            verdicts.append(value == "C")
+        elif isinstance(value, bool):
+            verdicts.append(value)
+    return verdicts[0] if len(verdicts) == 1 else None
 
 # %% ../../nbs/foreign/27_inspect_logs.ipynb #inspect-logs-sample
 ATTACHMENT = "attachment://"
@@ -192,7 +194,6 @@ def sample_rows(sample: dict, about: dict) -> Iterator[Row]:
         k=None if epoch is None else epoch - 1,
         task=as_text(sample["id"]),
         answer=target_text(sample.get("target")),
-        reward=next(iter(parts.values()), None),
         parts=parts or None,
         correct=verdict(scores),
         reason=as_text(limit) or as_text(choice.get("stop_reason")),
@@ -292,6 +293,8 @@ INSPECT_LOGS = ForeignFormat(
     layout="evaluation logs of inspect-ai, 0.3",
     find=find_inspect_logs,
     files=list_inspect_logs,
+    takes_part=True,
+    end_marks={"status": ("success", "error", "cancelled")},
     settings={
         "rollouts": "log_samples=True",
         "rollouts.step": "metadata={'step': STEP} of eval()",

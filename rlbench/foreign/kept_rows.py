@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from .formats import ForeignFormat
-from .rows import ForeignChange, ForeignResponse, Host, Metric, Phase, Row, Setting
+from rlbench.foreign.rows import (
+    EpisodeBranch,
+    ForeignChange,
+    ForeignResponse,
+    Host,
+    Metric,
+    Phase,
+    Remark,
+    Row,
+    Setting,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,11 +41,13 @@ if TYPE_CHECKING:
 # %% ../../nbs/foreign/36_kept_rows.ipynb #kept-rows-frames
 KINDS = {
     "responses": ForeignResponse,
+    "branches": EpisodeBranch,
     "metrics": Metric,
     "phases": Phase,
     "hosts": Host,
     "changes": ForeignChange,
     "settings": Setting,
+    "remarks": Remark,
 }
 TEXTS = ("prompt", "text", "said", "answer")
 TOKEN_COLUMNS = {
@@ -104,7 +116,9 @@ def write_rows(frames: "Mapping[str, pl.DataFrame]", place: Path) -> None:
     for kind, frame in frames.items():
         if kind == "responses":
             _write(frame.select(LONG), place / "long.parquet")
-            frame = frame.with_columns(pl.col("prompt").hash().alias("prompt_hash")).drop(LONG)
+            prompt = pl.col("prompt")
+            prompt_hash = pl.when(prompt.is_not_null()).then(prompt.hash()).alias("prompt_hash")
+            frame = frame.with_columns(prompt_hash).drop(LONG)
             frame = frame.select(name for name in frame.columns if frame[name].null_count() < len(frame))
         _write(frame, place / f"{kind}.parquet")
 
@@ -157,7 +171,8 @@ def merge_by_key(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFram
     import polars as pl
 
     if form.counts_anew:
-        is_again = pl.col("step").drop_nulls().n_unique().over("key") > 1
+        has_step = pl.col("step").is_not_null()  # an addition without one belongs to no certain try
+        is_again = has_step & (pl.col("step").drop_nulls().n_unique().over("key") > 1)
         within_step = pl.format("{} of step {}", "key", "step")
         responses = responses.with_columns(pl.when(is_again).then(within_step).otherwise("key").alias("key"))
     place = pl.struct("piece", "row").alias("places")

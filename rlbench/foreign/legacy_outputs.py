@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_legacy_output', 'as_messages', 'legacy_conversation', 'count_tool_calls', 'legacy_tokens', 'joined_lists',
-           'phase_seconds', 'legacy_times', 'number_table', 'legacy_texts', 'legacy_response']
+           'phase_seconds', 'legacy_times', 'legacy_texts', 'legacy_response']
 
 # %% ../../nbs/foreign/06_legacy_outputs.ipynb #legacy-imports
 # The rollout record of verifiers before 0.4.
@@ -22,6 +22,7 @@ from rlbench.foreign.formats import (
     as_list,
     as_number,
     as_numbers,
+    as_parts,
     as_table,
     as_text,
     as_whole,
@@ -104,16 +105,6 @@ def legacy_times(timing: Mapping[str, object]) -> dict[str, float | None]:
     }
 
 # %% ../../nbs/foreign/06_legacy_outputs.ipynb #legacy-response
-def number_table(value: object) -> dict[str, float] | None:
-    "The numbers of a table by name; None if there are none."
-    numbers = {}
-    for name, each in as_table(value).items():
-        number = as_number(each)
-        if number is not None:
-            numbers[name] = number
-    return numbers or None
-
-
 def legacy_texts(record: Mapping[str, object]) -> dict[str, object]:
     "Prompt, text, turns and calls of tools, as fields of a `ForeignResponse`."
     talk = legacy_conversation(record)
@@ -147,7 +138,7 @@ def legacy_response(record: Mapping[str, object], step: int | None, evaluation: 
         environment=environment,
         answer=as_text(record.get("answer")),
         reward=reward,
-        parts=number_table(record.get("metrics")),
+        parts=as_parts(record.get("metrics")),
         fate="environment_error" if failed else None,
         reason="length" if was_cut else stopped,
         message=message,

@@ -53,6 +53,7 @@ from rlbench.foreign.slime import (
     prompt_text,
     response_values,
     run_folders,
+    slime_loss,
 )
 from .source_files import read_parquet
 
@@ -340,6 +341,8 @@ MILES = ForeignFormat(
     first_step=0,
     reward_part="score",
     counts_anew=True,
+    loss=slime_loss,
+    written_after="--dynamic-sampling-filter-path",
     metrics={
         "reward_mean": "rollout/raw_reward",
         "length_mean": ("rollout/response_lengths", "rollout/response_len/mean"),

@@ -176,6 +176,7 @@ NEMO_RL = ForeignFormat(
     find=find_nemo_rl,
     files=list_nemo_rl,
     guess_groups="equal prompts",
+    written_after="grpo.use_dynamic_sampling",
     metrics={
         "reward_mean": "train/reward",
         "length_mean": "train/mean_gen_tokens_per_sample",

@@ -134,6 +134,7 @@ OPEN_INSTRUCT = ForeignFormat(
     find=find_open_instruct,
     files=list_open_instruct,
     names_runs=True,
+    written_after="--filter_zero_std_samples",
     settings={
         "rollouts": "--save_traces --rollouts_save_path PATH",
         "rollouts.text": "open-instruct writes token ids only; the metadata must name a folder with the tokenizer",

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['READERS', 'PIECE_BYTES', 'FIRST_BYTES', 'SMALL', 'BATCH_ROWS', 'PIECE_FACTS', 'UNFINISHED', 'READER_SECONDS',
-           'ALIVE_SECONDS', 'FIRST_COLUMNS', 'Piece', 'cut_pieces', 'read_piece', 'first_pieces', 'cached_folder',
+           'FIRST_COLUMNS', 'Piece', 'bound_values', 'cut_pieces', 'read_piece', 'first_pieces', 'cached_folder',
            'keep_piece', 'is_kept', 'kept_keys', 'drop_old_pieces', 'Look', 'look_at', 'refresh', 'pieces_of',
-           'missing_columns', 'known_settings', 'write_known_settings', 'read_rest', 'read_all', 'start_reading_rest',
-           'read_in_background', 'open_folder', 'find_or_open', 'opened_table', 'scan_opened', 'ordered_columns']
+           'update_state', 'damaged_files', 'missing_columns', 'settings_of', 'known_settings', 'write_known_settings',
+           'is_valid', 'read_rest', 'read_all', 'start_reading_rest', 'read_in_background', 'open_folder',
+           'find_or_open', 'opened_table', 'scan_opened', 'ordered_columns']
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-imports
 # The cached run folder of a foreign run.
@@ -30,10 +31,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context
@@ -47,13 +48,14 @@ from ..base.ledger import sealed_segments
 from ..base.ledger_rows import polars_schema
 from ..base.run_files import read_json, replace_file, write_json
 from ..base.runs_folder import find_run_folder
-from ..base.status import Status, write_status
+from ..base.status import Status, read_status, write_status
 from ..base.tables import SCHEMA, TABLES
 from .foreign_tables import make_tables
 from .formats import ForeignFormat, LinesFile, SourceFile, WholeFile, lenient_record
 from .kept_rows import KeptRows, row_frames, write_rows
 from .registry import FoundRun, files_passed_over, find_foreign_runs, found_again
 from .rows import Row
+from .run_end import EndEvidence, end_in_words
 from .source import SOURCE, ForeignSource, read_source
 from rlbench.foreign.source_files import (
     MIB,
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-pieces
-READERS = 2  # raised when a reader says something else of the same bytes; what was kept before is then read again
+READERS = 5  # raised when a reader says something else of the same bytes; what was kept before is then read again
 PIECE_BYTES = 2 * MIB
 FIRST_BYTES = 40 * MIB  # that a first look reads
 
@@ -99,16 +101,25 @@ class Piece:
         return f"{self.before[0].path} to {self.file.path}"
 
     @property
-    def written(self) -> float:
-        "When the newest of its files was written, in seconds since 1970; 0 if they are gone."
+    def times(self) -> list[float]:
+        "When each of its files was written, in seconds since 1970; without those that are gone."
         files = [each for source in (*self.before, self.file) for each in (source.path, *source.members)]
-        return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+        return [path.stat().st_mtime for path in files if path.is_file()]
 
     @property
     def key(self) -> str:
         "The name under which its rows are kept."
-        words = f"{READERS}|{self.file.path}|{self.start}|{self.end}|{self.stamp}"
+        bound = [bound_values(source.read) for source in (*self.before, self.file)]
+        words = f"{READERS}|{self.file.path}|{self.start}|{self.end}|{self.stamp}|{bound}"
         return hashlib.sha256(words.encode()).hexdigest()[:24]
+
+
+def bound_values(read: Callable) -> str:
+    "The values that a reader is bound to, in words: with others it makes other rows of the same bytes."
+    if not isinstance(read, partial):
+        return getattr(read, "__qualname__", repr(read))
+    named = [f"{name}={bound_values(value) if callable(value) else value!r}" for name, value in read.keywords.items()]
+    return f"{bound_values(read.func)}({read.args!r}, {', '.join(named)})"
 
 
 def cut_pieces(files: Iterable[SourceFile]) -> list[Piece]:
@@ -194,25 +205,25 @@ def _beginning_of(path: Path) -> str:
         return hashlib.sha256(file.read(4096)).hexdigest()[:16]
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-read-piece
-def read_piece(piece: Piece) -> "tuple[dict[str, pl.DataFrame], int]":
-    "The rows of a piece as frames, and the number of damaged records. Raises ForeignError for an unreadable file."
+def read_piece(piece: Piece) -> "tuple[dict[str, pl.DataFrame], dict[str, int]]":
+    "The rows of a piece as frames, and its damaged records by file. Raises ForeignError for an unreadable file."
     import polars as pl
 
-    damaged = [0]
+    damaged: Counter[str] = Counter()
     frames: dict[str, list[pl.DataFrame]] = {}
     with named_faults(piece.file.path):
         rows = _piece_rows(piece, damaged)
         while batch := list(islice(rows, BATCH_ROWS)):
             for kind, frame in row_frames(batch).items():
                 frames.setdefault(kind, []).append(frame)
-    return {kind: pl.concat(found) for kind, found in frames.items()}, damaged[0]
+    return {kind: pl.concat(found) for kind, found in frames.items()}, dict(damaged)
 
 
 BATCH_ROWS = 10_000  # of Python objects in memory at once
 
 
-def _piece_rows(piece: Piece, damaged: list[int]) -> Iterator[Row]:
-    "The rows of a piece; `damaged[0]` counts the records that could not be read."
+def _piece_rows(piece: Piece, damaged: Counter[str]) -> Iterator[Row]:
+    "The rows of a piece; `damaged` counts the records that could not be read, by file."
     file = piece.file
     if isinstance(file, WholeFile):
         yield from _whole_rows(file, damaged)
@@ -224,20 +235,25 @@ def _piece_rows(piece: Piece, damaged: list[int]) -> Iterator[Row]:
     lines = zstd_lines(file.path, piece.start, packed_end) if file.packed else piece_lines(file.path, piece.start, end)
     read = _one_record if file.together else file.read
     decode = partial(_decoded_record, msgspec.json.Decoder(file.record).decode, record=file.record)
-    found = (row for line in lines if line.strip() for row in _line_rows(decode, line, read, damaged))
+    found = (
+        row
+        for line in lines
+        if line.strip()
+        for row in _line_rows(decode, line, read, partial(damaged.update, [str(file.path)]))
+    )
     yield from file.read(found) if file.together else found
 
 
 def _one_record(record: object) -> Iterator[object]:
     yield record
 
-
-def _line_rows(decode: Callable[[bytes], object], line: bytes, read: Callable, damaged: list[int]) -> list:
+# %% ../../nbs/foreign/42_opening.ipynb #opening-lines
+def _line_rows(decode: Callable[[bytes], object], line: bytes, read: Callable, count_damaged: Callable) -> list:
     "What `read` makes of the record in a line; nothing for a damaged one, which is counted."
     try:
         return list(read(decode(line)))
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        damaged[0] += 1
+        count_damaged()
         return []
 
 
@@ -254,7 +270,7 @@ def _decoded_record(decode: Callable[[bytes], object], line: bytes, record: type
     return found
 
 
-def _whole_rows(file: WholeFile, damaged: list[int]) -> Iterator[Row]:
+def _whole_rows(file: WholeFile, damaged: Counter[str]) -> Iterator[Row]:
     "The rows of a file that is read at once; of several small ones, those that are damaged are counted and left out."
     if not file.members:
         yield from file.read(file.path)
@@ -264,7 +280,7 @@ def _whole_rows(file: WholeFile, damaged: list[int]) -> Iterator[Row]:
             with named_faults(path):
                 rows = list(file.read(path))
         except ForeignError:
-            damaged[0] += 1
+            damaged[str(path)] += 1
             continue
         yield from rows
 
@@ -308,7 +324,7 @@ def keep_piece(folder: Path, piece: Piece) -> Path:
         return place
     aside = place.with_name(f"{piece.key}.{os.getpid()}{UNFINISHED}")
     aside.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, object] = {"file": piece.name, "written": piece.written, "damaged": 0, "unreadable": ""}
+    facts: dict[str, object] = {"file": piece.name, "times": piece.times, "damaged": {}, "unreadable": ""}
     try:
         frames, facts["damaged"] = read_piece(piece)
     except ForeignError as error:
@@ -376,9 +392,6 @@ def look_at(folder: Path) -> Look:
     return Look()
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-refresh
-ALIVE_SECONDS = 600.0  # since a file was written, for a run to count as one that goes on
-
-
 def refresh(found: FoundRun, budget: int | None = FIRST_BYTES) -> bool:
     """Bring the cached folder of a run up to date, reading at most about `budget` bytes (None: all there is). True if
     its tables have changed. Of a run that is larger, another process reads the rest and what is new, and makes the
@@ -403,6 +416,8 @@ def refresh(found: FoundRun, budget: int | None = FIRST_BYTES) -> bool:
         drop_old_pieces(folder, pieces)
         places = [keep_piece(folder, piece) for piece in chosen]
         _replace_tables(found, folder, places, len(pieces), [piece.key for piece in chosen])
+    else:
+        update_state(folder)
     look.is_large = not is_small
     look.ended, look.seconds = time.monotonic(), time.monotonic() - began
     return changed
@@ -416,6 +431,8 @@ def pieces_of(found: FoundRun) -> list[Piece]:
 
 def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], pieces: int, keys: Sequence[str]) -> None:
     "Make the tables of the pieces that were read, and put them in the place of the old ones."
+    import polars as pl
+
     aside = folder / f"ledger.{os.getpid()}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -427,6 +444,17 @@ def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], piece
     aside.rename(folder / "ledger")
     shutil.rmtree(before, ignore_errors=True)
     facts = [read_json(place / PIECE_FACTS) for place in places]
+    times = [time for fact in facts for time in fact["times"]]
+    settings = pl.read_parquet(folder / "ledger" / "settings") if "settings" in made.columns else pl.DataFrame()
+    evidence = EndEvidence(
+        settings=dict(settings.select("name", "value").iter_rows()) if len(settings) else {},
+        trained=made.trained,
+        steps=made.steps,
+        recorded=made.recorded,
+        files=len(times),
+        first_written=min(times, default=0.0),
+        written=max(times, default=0.0),
+    )
     source = ForeignSource(
         system=found.form.name,
         layout=found.form.layout,
@@ -437,20 +465,39 @@ def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], piece
         missing=missing_columns(found.form, made.columns),
         knobs=found.form.knobs,
         guesses=made.guesses,
-        damaged={found.in_words(fact["file"]): fact["damaged"] for fact in facts if fact["damaged"]},
+        notes=made.notes,
+        damaged=damaged_files(found, facts),
         unreadable=[found.in_words(fact["unreadable"]) for fact in facts if fact["unreadable"]],
         passed_over=[found.in_words(str(path)) for path in files_passed_over(found)],
         pieces=pieces,
         keys=keys,
         began=made.began,
-        written=max(fact["written"] for fact in facts),
+        first_written=evidence.first_written,
+        written=evidence.written,
+        ended=end_in_words(found.form, evidence),
     )
     write_json(folder / SOURCE, asdict(source))
-    write_known_settings(folder, found.form)
-    goes_on = time.time() - source.written < ALIVE_SECONDS
+    loss = write_known_settings(folder, found.form)
+    write_json(folder / SOURCE, asdict(replace(source, loss=loss)))
     newest = 0 if made.newest is None else found.form.made_by(made.newest)
-    state = "running" if goes_on else "finished"
+    state = source.state_at(time.time())
     write_status(folder, Status(state, version=newest, started=made.began or 0.0, updated=source.written))
+
+# %% ../../nbs/foreign/42_opening.ipynb #opening-state
+def update_state(folder: Path) -> None:
+    "Write the state of an opened run anew if it has changed since its tables were made: nothing is written any more."
+    status, source = read_status(folder), read_source(folder)
+    state = source.state_at(time.time())
+    if status is not None and status.state != state:
+        write_status(folder, replace(status, state=state))
+
+
+def damaged_files(found: FoundRun, facts: Sequence[Mapping]) -> dict[str, int]:
+    "File -> records in it that could not be read, over all pieces."
+    counts: Counter[str] = Counter()
+    for fact in facts:
+        counts.update({found.in_words(file): count for file, count in fact["damaged"].items()})
+    return dict(counts)
 
 
 def missing_columns(form: ForeignFormat, columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -464,26 +511,45 @@ def missing_columns(form: ForeignFormat, columns: Mapping[str, Sequence[str]]) -
     return missing
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-config
-def known_settings(folder: Path, form: ForeignFormat) -> dict[str, object]:
-    "Our knobs whose values the settings of an opened run say."
+def settings_of(folder: Path) -> dict[str, object]:
+    "The settings of an opened run by the system's own names."
     settings = opened_table(folder, "settings")
-    if not len(settings):
-        return {}
-    values = dict(settings.select("name", "value").iter_rows())
-    return {knob: json.loads(values[name]) for knob, name in form.knobs.items() if name in values}
+    pairs = settings.select("name", "value").iter_rows() if len(settings) else ()
+    return {name: json.loads(value) for name, value in pairs}
 
 
-def write_known_settings(folder: Path, form: ForeignFormat) -> None:
-    "Replace the configuration of a cached folder."
+def known_settings(settings: Mapping[str, object], form: ForeignFormat) -> dict[str, object]:
+    "Our knobs whose values the settings of an opened run say."
+    return {knob: settings[name] for knob, name in form.knobs.items() if name in settings}
+
+
+def write_known_settings(folder: Path, form: ForeignFormat) -> str:
+    "Replace the configuration of a cached folder; returns in words the loss that the settings name, empty for none."
+    settings = settings_of(folder)
+    known: dict[str, object] = {}
+    for knob, value in known_settings(settings, form).items():
+        if is_valid({knob: value}):
+            known[knob] = value
+    found = form.loss(settings) if form.loss else None
+    is_taken = found is not None and is_valid({**known, **found.parts})
+    parts = found.parts if is_taken else {}
+    replace_file(folder / "config.toml", tomli_w.dumps({**known, **parts}).encode())
+    if not is_taken:
+        return ""
+    names = ", ".join(f"`{name}` = {json.dumps(settings[name])}" for name in found.settings)
+    return f"{found.parts['loss']['name']}, from {names}"
+
+
+def is_valid(table: Mapping[str, object]) -> bool:
+    "True for fields that a configuration of ours takes."
     from rlbench.loop.config_files import load_config
     from rlbench.loop.config_tables import ConfigError
 
-    known = {}
-    for knob, value in known_settings(folder, form).items():
-        with suppress(ConfigError, ValueError, TypeError):
-            load_config({knob: value})
-            known[knob] = value
-    replace_file(folder / "config.toml", tomli_w.dumps(known).encode())
+    try:
+        load_config(dict(table))
+    except (ConfigError, ValueError, TypeError):
+        return False
+    return True
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-rest
 def read_rest(found: FoundRun, processes: int | None = None) -> None:

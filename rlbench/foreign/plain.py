@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SYNONYMS', 'NAMES', 'LOOKED_AT', 'LOOKED_BYTES', 'JSON_BYTES', 'SUFFIXES', 'READERS', 'SPECIAL', 'PLAIN',
            'check_mapping', 'full_mapping', 'dotted_names', 'value_at', 'column_names', 'parquet_names',
-           'first_records', 'json_record', 'json_records', 'as_parts', 'as_flag_word', 'as_texts', 'as_token_list',
-           'is_chat', 'as_prompt', 'value_reader', 'read_record', 'read_table', 'table_records', 'has_responses',
-           'matching_files', 'find_plain', 'missing_column', 'list_plain', 'plain_format']
+           'first_records', 'json_record', 'json_records', 'as_written_parts', 'as_flag_word', 'as_texts',
+           'as_token_list', 'is_chat', 'as_prompt', 'value_reader', 'read_record', 'read_table', 'table_records',
+           'has_responses', 'matching_files', 'find_plain', 'missing_column', 'list_plain', 'plain_format']
 
 # %% ../../nbs/foreign/19_plain.ipynb #plain-imports
 # Tables of responses of any shape.
@@ -36,6 +36,7 @@ from rlbench.foreign.formats import (
     WholeFile,
     as_flag,
     as_number,
+    as_parts,
     as_table,
     as_text,
     as_time,
@@ -162,12 +163,9 @@ def json_records(path: Path) -> list[dict]:
     return [record for record in lists[0] if isinstance(record, dict)]
 
 # %% ../../nbs/foreign/19_plain.ipynb #plain-values
-def as_parts(value: object) -> dict[str, float] | None:
+def as_written_parts(value: object) -> dict[str, float] | None:
     "The numbers of a table, a table written as JSON included; None if there are none."
-    if isinstance(value, str):
-        value = json_record(value.encode())
-    numbers = {name: as_number(number) for name, number in as_table(value).items()}
-    return {name: number for name, number in numbers.items() if number is not None} or None
+    return as_parts(json_record(value.encode()) if isinstance(value, str) else value)
 
 
 def as_flag_word(value: object) -> bool | None:
@@ -211,7 +209,7 @@ READERS: dict[object, Callable[[object], object]] = {
     list[float]: as_token_list,
     list[str]: as_texts,
 }
-SPECIAL = {"prompt": as_prompt, "parts": as_parts, "began": as_time, "ended": as_time}
+SPECIAL = {"prompt": as_prompt, "parts": as_written_parts, "began": as_time, "ended": as_time}
 
 
 @cache

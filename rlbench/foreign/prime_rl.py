@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['STEP', 'CHUNK', 'FAMILIES', 'COLUMNS', 'KNOBS', 'MONITOR', 'FILE_SETTINGS', 'APRIL_SETTINGS', 'JULY_SETTINGS',
-           'PRIME_RL_AUTUMN', 'PRIME_RL_SEPTEMBER', 'PRIME_RL_JULY', 'PRIME_RL_APRIL', 'TracePlace', 'by_step_place',
-           'stream_place', 'run_of_traces', 'placed_files', 'run_in', 'find_layout', 'find_july', 'is_metrics_file',
-           'metrics_home', 'list_layout', 'reading_order', 'common_files', 'trace_source', 'evaluation_fields',
-           'decide_by_folder', 'decide_by_info', 'stamped_step', 'fate_of', 'read_april', 'BranchRecord',
-           'AnnotationRecord', 'branch_number', 'read_annotation', 'trained_mask', 'live_files', 'read_live',
-           'read_pending', 'dispatch_fields', 'read_prime_metrics', 'read_prime_settings', 'prime_format']
+           'LOSS_KNOBS', 'PRIME_RL_AUTUMN', 'PRIME_RL_SEPTEMBER', 'PRIME_RL_JULY', 'PRIME_RL_APRIL', 'TracePlace',
+           'by_step_place', 'stream_place', 'run_of_traces', 'placed_files', 'run_in', 'find_layout', 'find_july',
+           'is_metrics_file', 'metrics_home', 'list_layout', 'reading_order', 'common_files', 'trace_source',
+           'evaluation_fields', 'decide_by_folder', 'decide_by_info', 'stamped_step', 'fate_of', 'read_april',
+           'BranchRecord', 'AnnotationRecord', 'branch_number', 'read_annotation', 'trained_mask', 'live_files',
+           'read_live', 'read_pending', 'dispatch_fields', 'read_prime_metrics', 'read_prime_settings', 'prime_loss',
+           'prime_format']
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-imports
 # The files of prime-rl.
@@ -46,6 +47,7 @@ from rlbench.foreign.formats import (
     FileTree,
     ForeignFormat,
     LinesFile,
+    NamedLoss,
     SourceFile,
     WholeFile,
     as_list,
@@ -54,6 +56,7 @@ from rlbench.foreign.formats import (
     as_text,
     as_whole,
     lenient_record,
+    named_table,
 )
 from .legacy_outputs import is_legacy_output, legacy_response
 from .rows import WAITING, ForeignResponse, Metric, Phase, Setting, flat_settings
@@ -183,9 +186,9 @@ def list_layout(tree: FileTree, run: Path, layout: str) -> Iterator[SourceFile]:
 
 
 def reading_order(entry: tuple[Path, TracePlace]) -> tuple:
-    "The key by which the files of a run are sorted."
+    "The key by which the files of a run are sorted: a new step comes after those before it, so numbers stay."
     path, place = entry
-    return place.annotates, place.subset, place.kind or "", place.step or 0, str(path)
+    return place.annotates, place.subset, place.step or 0, place.kind or "", str(path)
 
 
 def common_files(tree: FileTree, run: Path) -> list[Path]:
@@ -423,6 +426,25 @@ APRIL_SETTINGS = {
 JULY_SETTINGS = {"tokens.start_logprobs": "a prime-rl of September 2026 or later"}
 
 
+LOSS_KNOBS = {
+    "low": "trainer.loss.dppo_mask_low",
+    "high": "trainer.loss.dppo_mask_high",
+    "spring": "trainer.loss.kl_tau",
+}  # of dppo_tv
+
+
+def prime_loss(settings: Mapping[str, object]) -> NamedLoss | None:
+    "The loss of settings that name the bounds of prime-rl's own; None for a custom one, or with scaled advantages."
+    is_own = settings.get("trainer.loss.type", "default") in ("default", "rl")
+    is_scaled = settings.get("trainer.loss.adv_tau", 1.0) != 1.0
+    found = [name for name in LOSS_KNOBS.values() if name in settings]
+    has_bounds = any("dppo_mask" in name for name in found)
+    if not is_own or is_scaled or not has_bounds:
+        return None
+    parts = {"loss": named_table("dppo_tv", LOSS_KNOBS, settings), "correction": "none", "aggregation": "token_mean"}
+    return NamedLoss(parts=parts, settings=found)
+
+
 def prime_format(layout: str, words: str, missing: Mapping[str, str], find: Callable | None = None) -> ForeignFormat:
     "The format of one of the layouts."
     return ForeignFormat(
@@ -432,6 +454,8 @@ def prime_format(layout: str, words: str, missing: Mapping[str, str], find: Call
         files=partial(list_layout, layout=layout),
         metrics=COLUMNS,
         group_scope="step" if layout == "april" else "run",
+        loss=prime_loss,
+        written_after="orchestrator.buffer.online_difficulty_filtering" if layout == "april" else "",
         settings={**FILE_SETTINGS, **missing},
         knobs=KNOBS,
     )

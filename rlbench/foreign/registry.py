@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -81,13 +81,15 @@ class FoundRun:
 
     path: Path
     kind: str
-    columns: Mapping[str, str] | None = None  # of a plain table: our name -> theirs
+    columns: Mapping[str, str] | None = None  # of a plain table: our name -> theirs; of others: reward -> its part
     root: Path | None = None  # what was looked through, where `path` is a name within it
     archive: Path | None = None  # that `root` was unpacked from
 
     @property
     def form(self) -> ForeignFormat:
         "Its format."
+        if self.columns and self.kind != "plain":
+            return replace(FORMATS[self.kind], chosen_part=self.columns["reward"])
         return plain_format(self.columns) if self.columns else FORMATS[self.kind]
 
     @property
@@ -122,11 +124,14 @@ def words_of_archive(text: str, folder: Path, archive: Path) -> str:
 
 def chosen_formats(kind: str | None, columns: Mapping[str, str] | None = None) -> Mapping[str, ForeignFormat]:
     """The formats of a kind: all for None, those whose key or system it is. ValueError with the nearest for an unknown
-    one. With a mapping of columns: the plain format alone."""
-    if columns:
-        if kind not in (None, "plain"):
-            raise ForeignError(f"columns: only a plain table takes a mapping, not {kind}; leave out kind or columns")
+    one. With a mapping of columns and no kind: the plain format alone."""
+    if columns and kind in (None, "plain"):
         return {"plain": plain_format(columns)}
+    if columns and set(columns) != {"reward"}:
+        raise ForeignError(
+            f'columns: of a run of {kind} they choose the part that is the reward, columns={{"reward": PART}}; '
+            "leave out kind for a table of any other kind"
+        )
     if kind is None:
         return FORMATS
     found = {key: form for key, form in FORMATS.items() if kind in (key, form.name)}

@@ -18,6 +18,7 @@ __all__ = ['STEP_FOLDER', 'LOOKED_INTO', 'KEYS', 'TIMES', 'RLLM', 'is_episode', 
 #     rLLM's own advantages.
 # It knows the episode logger of rLLM as of August 2026.
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from rlbench.foreign.formats import (
     as_flag,
     as_list,
     as_number,
+    as_parts,
     as_table,
     as_text,
     as_time,
@@ -101,7 +103,6 @@ def episode_rows(episode: dict, evaluation: str | None) -> Iterator[Row]:
     name, _, number = (as_text(episode.get("episode_id")) or "").rpartition(":")
     group = as_text(episode.get("task_hash")) or name or None
     key = f"{evaluation or 'train'} {episode.get('training_step')} {episode.get('epoch')} {episode.get('episode_id')}"
-    metrics = {metric: as_number(value) for metric, value in as_table(episode.get("metrics")).items()}
     timing = as_table(episode.get("timing"))
     common = {
         "step": as_whole(episode.get("training_step")),
@@ -110,7 +111,7 @@ def episode_rows(episode: dict, evaluation: str | None) -> Iterator[Row]:
         "task": first_text(task, ("uid", "id", "task_id")) or name or None,
         "environment": first_text(task, ("data_source", "dataset")),
         "answer": first_text(task, ("ground_truth", "answer", "solution")),
-        "parts": {metric: value for metric, value in metrics.items() if value is not None} or None,
+        "parts": as_parts(episode.get("metrics")),
         "correct": as_flag(episode.get("is_correct")),
         "reason": as_text(episode.get("termination_reason")),
         "began": as_time(timing.get("start_time")),
@@ -119,11 +120,14 @@ def episode_rows(episode: dict, evaluation: str | None) -> Iterator[Row]:
         "score_seconds": as_number(timing.get("reward_time")),
     }
     trajectories = [as_table(each) for each in as_list(episode.get("trajectories"))] or [{}]
+    seen: Counter[str] = Counter()
     for trajectory in trajectories:
         own = {"key": key, "group": group}
         if len(trajectories) > 1:
             agent = as_text(trajectory.get("name")) or "agent"
-            own = {"key": f"{key} {trajectory.get('uid')}", "group": f"{group} {agent}"}
+            uid = as_text(trajectory.get("uid")) or agent
+            seen[uid] += 1
+            own = {"key": f"{key} {uid} {seen[uid]}", "group": f"{group} {agent}"}
         yield trajectory_response(trajectory, task, {**common, **own})
     yield from timing_phases(timing, key, common["step"])
 

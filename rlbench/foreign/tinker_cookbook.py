@@ -8,7 +8,7 @@ __all__ = ['ITERATION', 'TELLING', 'PROMPTS', 'RESPONSES', 'ANSWERS', 'EVALUATIO
            'list_tinker_cookbook', 'tinker_source', 'iteration_of', 'read_rollout_summary', 'key_of', 'evaluation_set',
            'parts_of', 'first_text', 'sum_of', 'read_tinker_metrics', 'read_spans', 'read_checkpoint',
            'read_tinker_settings', 'LoggedConversation', 'logged_items', 'logged_groups', 'logged_reward',
-           'read_logtree', 'summary_rows', 'matched_texts', 'is_same', 'text_row']
+           'summaries_beside', 'read_logtree', 'summary_rows', 'matched_texts', 'is_same', 'text_row']
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-imports
 # The files of tinker-cookbook.
@@ -36,6 +36,7 @@ from rlbench.foreign.formats import (
     as_flag,
     as_list,
     as_number,
+    as_parts,
     as_table,
     as_text,
     as_whole,
@@ -99,7 +100,9 @@ def tinker_source(tree: FileTree, path: Path) -> SourceFile | None:
     if path.name == "config.json":
         return WholeFile(path, read_tinker_settings, soon=True)
     if path.name.endswith("_logtree.json"):
-        return WholeFile(path, read_logtree)
+        summaries = summaries_beside(path)
+        size = summaries.stat().st_size if summaries.is_file() else 0
+        return WholeFile(path, partial(read_logtree, summaries_bytes=size))
     return None
 
 
@@ -168,15 +171,10 @@ def parts_of(record: dict, turns: Sequence[dict]) -> dict[str, float]:
     "The metrics of a trajectory: means over its turns, its own, and its final reward where that is not zero."
     by_name: dict[str, list[float]] = {}
     for turn in turns:
-        for name, value in as_table(turn.get("metrics")).items():
-            number = as_number(value)
-            if number is not None:
-                by_name.setdefault(name, []).append(number)
+        for name, number in (as_parts(turn.get("metrics")) or {}).items():
+            by_name.setdefault(name, []).append(number)
     parts = {name: sum(values) / len(values) for name, values in by_name.items()}
-    for name, value in as_table(record.get("trajectory_metrics")).items():
-        number = as_number(value)
-        if number is not None:
-            parts[name] = number
+    parts |= as_parts(record.get("trajectory_metrics")) or {}
     final = as_number(record.get("final_reward"))
     if final:
         return {**parts, "final_reward": final}
@@ -288,10 +286,16 @@ def logged_reward(text: str, previous: str) -> float | None:
     return as_number(text) if previous.strip().lower() == "reward" else None
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-match
-def read_logtree(path: Path) -> Iterator[ForeignResponse]:
-    "The texts of the logged conversations that find their trajectory in the summaries of the same folder."
-    summaries = path.with_name(path.name.removesuffix("_logtree.json") + "_rollout_summaries.jsonl")
-    if not summaries.is_file():
+def summaries_beside(path: Path) -> Path:
+    "The file of summaries that belongs to a logtree."
+    return path.with_name(path.name.removesuffix("_logtree.json") + "_rollout_summaries.jsonl")
+
+
+def read_logtree(path: Path, summaries_bytes: int | None = None) -> Iterator[ForeignResponse]:
+    """The texts of the logged conversations that find their trajectory in the summaries of the same folder, which had
+    so many bytes: it is read again when there are more."""
+    summaries = summaries_beside(path)
+    if not summaries.is_file() or summaries_bytes == 0:
         return
     by_group: dict[str | None, list[ForeignResponse]] = {}
     for response in summary_rows(summaries):
@@ -355,6 +359,8 @@ TINKER_COOKBOOK = ForeignFormat(
     find=find_tinker_cookbook,
     files=list_tinker_cookbook,
     first_step=0,
+    end_marks={r"checkpoints\..*\.final": (True,)},
+    written_after="remove_constant_reward_groups",
     metrics={
         "reward_mean": ("env/all/reward/total", "reward/total"),
         "all_pass": "env/all/by_group/frac_all_good",

@@ -17,7 +17,17 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from .formats import FileTree, ForeignFormat, LinesFile, as_number, as_table, as_text, as_whole, has_keys
+from rlbench.foreign.formats import (
+    FileTree,
+    ForeignFormat,
+    LinesFile,
+    as_number,
+    as_parts,
+    as_table,
+    as_text,
+    as_whole,
+    has_keys,
+)
 from .rows import ForeignResponse, Metric
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-find
@@ -53,7 +63,7 @@ def list_verl(tree: FileTree, run: Path) -> Iterator[LinesFile]:
             yield LinesFile(path, read_verl_metrics)
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-response
-KNOWN = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id"})
+KNOWN = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id", "pred"})  # no parts of a reward
 
 
 def read_response(
@@ -61,8 +71,7 @@ def read_response(
 ) -> Iterator[ForeignResponse]:
     "The response in one line. `validation`: the name of the evaluation set; `file_step`: the step that names the file."
     uid = as_text(record.get("uid"))
-    extras = {name: as_number(value) for name, value in record.items() if name not in KNOWN}
-    parts = {name: value for name, value in extras.items() if value is not None}
+    parts = as_parts({name: value for name, value in record.items() if name not in KNOWN}) or {}
     step = as_whole(record.get("step", file_step))
     prompt = as_text(record.get("input"))
     text = as_text(record.get("output"))
@@ -112,6 +121,7 @@ VERL = ForeignFormat(
     find=find_verl,
     files=list_verl,
     guess_groups="equal prompts",
+    written_after="algorithm.filter_groups.enable",
     metrics={
         "reward_mean": "critic/score/mean",
         "reward_min": "critic/score/min",

@@ -53,6 +53,7 @@ class Generate:
 class Score:
     "Continue the episode with a response, and score it if the episode is over. Answer: `TurnEnded` or `Scored`."
 
+    actor: str
     rollout: int
     attempt: int
     tried: int  # scorings of this turn so far, this one included

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'ACTS_ON', 'MASKING_GENERATORS', 'named', 'as_tuple', 'as_names', 'as_alerts', 'absolute_path',
-           'asks_for_facts', 'has_valid_pattern', 'default_placement', 'RunConfig', 'check_watch', 'check_guard',
-           'OtherName', 'other_names', 'dotted_names', 'unknown_field', 'tables_in', 'describe_problem', 'make_config',
-           'knob_of_field', 'single_table', 'knob_in_table', 'apply_point', 'value_of', 'check_built', 'with_knob',
-           'set_dotted', 'set_nested', 'LiveKnob', 'live_knobs', 'check_has_policy', 'supplies_sampling_masks']
+           'table_of_function', 'with_own_tasks', 'asks_for_facts', 'has_valid_pattern', 'default_placement',
+           'RunConfig', 'check_watch', 'check_guard', 'OtherName', 'other_names', 'dotted_names', 'unknown_field',
+           'tables_in', 'describe_problem', 'make_config', 'knob_of_field', 'single_table', 'knob_in_table',
+           'apply_point', 'value_of', 'check_built', 'with_knob', 'set_dotted', 'set_nested', 'LiveKnob', 'live_knobs',
+           'check_has_policy', 'supplies_sampling_masks']
 
 # %% ../../nbs/loop/09_config.ipynb #config-imports
 # The configuration of a run.
@@ -54,7 +55,9 @@ from rlbench.loop.config_checks import (
     check_objective,
     check_scale,
     check_scorer,
+    check_tinker,
     check_together,
+    check_trainer_options,
     with_its_tasks,
 )
 from rlbench.loop.config_knobs import (
@@ -75,6 +78,7 @@ from rlbench.loop.config_knobs import (
 from rlbench.loop.config_tables import (
     FUNCTIONS,
     BalanceConfig,
+    ClusterConfig,
     ConfigError,
     ConfigTable,
     Deadlines,
@@ -83,6 +87,7 @@ from rlbench.loop.config_tables import (
     JudgeConfig,
     LoraConfig,
     SandboxConfig,
+    TinkerConfig,
     VirtualCosts,
     check_ranges,
     function_table,
@@ -124,6 +129,16 @@ def absolute_path(value: str) -> str:
     return str(Path(value).expanduser().resolve()) if value else value
 
 
+def table_of_function(value, info: ValidationInfo) -> dict:
+    "The table of the function that a field names."
+    return function_table(info.field_name, value, info)
+
+
+def with_own_tasks(table):
+    "The table of a run, with the tasks of its environment."
+    return with_its_tasks(table) if isinstance(table, Mapping) else table
+
+
 def asks_for_facts(table: dict, info: ValidationInfo) -> dict:
     "ValueError for a shaping that asks for more than loop and trainer both know."
     known = {**FUNCTIONS["shaping"], **(info.context or {}).get("shaping", {})}
@@ -149,10 +164,12 @@ def default_placement() -> str:
 CHECKS = (  # in the order in which problems are told
     check_together,
     check_scale,
+    check_trainer_options,
     check_scorer,
     check_objective,
     check_code,
     check_foreign,
+    check_tinker,
 )
 
 # %% ../../nbs/loop/09_config.ipynb #config-run
@@ -164,12 +181,17 @@ class RunConfig(BaseModel):
     # where the actors live
     placement: Annotated[str, WORKERS["placement"]] = Field(default_factory=default_placement)
     generators: Annotated[int, WORKERS["generators"]] = 1
+    environments: Annotated[int, WORKERS["environments"]] = 1
     publish_every: Annotated[int, WORKERS["publish_every"]] = 1
     transport: Annotated[str, WORKERS["transport"]] = "file"
+    cluster: ClusterConfig = ClusterConfig()
     clock: Annotated[str, WORKERS["clock"]] = "real"
     generator: Annotated[str, WORKERS["generator"]] = "torch"
+    draw: Annotated[str, WORKERS["draw"]] = "counter"
+    trainer: Annotated[str, WORKERS["trainer"]] = "torch"
     sleep: Annotated[bool, WORKERS["sleep"]] = False
     vllm: dict[str, Any] = {}
+    tinker: TinkerConfig = TinkerConfig()
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
     balance: BalanceConfig = BalanceConfig()
@@ -274,6 +296,9 @@ class RunConfig(BaseModel):
     trainers: Annotated[int, SCALE["trainers"]] = 1
     gradient_checkpointing: Annotated[bool, SCALE["gradient_checkpointing"]] = False
     packing: Annotated[bool, SCALE["packing"]] = False
+    attn_implementation: Annotated[str, SCALE["attn_implementation"]] = "sdpa"
+    optimizer: Annotated[str, SCALE["optimizer"]] = "adamw_fused"
+    logprobs: Annotated[str, SCALE["logprobs"]] = "chunked"
     context_parallel: Annotated[int, SCALE["context_parallel"]] = 1
     # which other models are asked, and how code is judged
     reference: Annotated[str, SCORER["reference"]] = ""
@@ -287,15 +312,8 @@ class RunConfig(BaseModel):
     sinks: Annotated[tuple[str, ...], BeforeValidator(as_names), SINKS["sinks"]] = ()
     eval: Annotated[tuple[EvalConfig, ...], BeforeValidator(as_tuple)] = (EvalConfig(),)
 
-    @field_validator(*FUNCTIONS, mode="before")
-    @classmethod
-    def _named_function(cls, value, info: ValidationInfo):
-        return function_table(info.field_name, value, info)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_tasks_of_environment(cls, table):
-        return with_its_tasks(table) if isinstance(table, Mapping) else table
+    _named_function = field_validator(*FUNCTIONS, mode="before")(table_of_function)
+    _with_tasks_of_environment = model_validator(mode="before")(with_own_tasks)
 
     @model_validator(mode="after")
     def _goes_together(self):
@@ -492,6 +510,9 @@ def set_dotted(table: dict, field: str, value) -> None:
         table[head] = value
         return
     inner = table.get(head, {})
+    if isinstance(inner, list):
+        setting = f"{{{rest.rpartition('.')[2]} = {value!r}}}"
+        raise ConfigError(f"{field}: {head} is a list of tables; set the whole list, as in {head}=[{setting}]")
     if not inner and head in FUNCTIONS:
         inner = RunConfig.model_fields[head].default
     inner = {"name": inner} if isinstance(inner, str) else dict(inner)
@@ -613,12 +634,17 @@ def check_has_policy(config: RunConfig, run: str, purpose: str) -> None:
             f'run: {run!r} has generator = "scripted" and no policy {purpose}; start a run with a '
             'model: generator = "torch"'
         )
+    if config.trainer == "tinker":
+        raise ValueError(
+            f"run: {run!r} trained on a Tinker server, and its policy {purpose} is there; policy/tinker.json in its "
+            "folder has the paths"
+        )
 
 # %% ../../nbs/loop/09_config.ipynb #config-masks
-MASKING_GENERATORS = ("torch", "vllm")  # they draw each token themselves, so they know which others could have come
+MASKING_GENERATORS = ("torch", "vllm")  # rlbench draws their tokens, so it knows which others could have come
 
 
 def supplies_sampling_masks(config: RunConfig) -> bool:
     """True where the generator hands over, with each token drawn under `top_p` or `top_k`, the tokens it could have
     drawn."""
-    return config.generator in MASKING_GENERATORS
+    return config.generator in MASKING_GENERATORS and config.draw == "counter"

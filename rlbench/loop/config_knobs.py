@@ -25,6 +25,7 @@ from rlbench.knobs import (
 )
 from .config_tables import FILTERS
 from .queue import BACKLOGS
+from ..models.trainer_options import option_names
 from ..objective.objective import KL_PLACES, OLD_POLICIES
 from ..records import MAX_VERSIONS, MOST_KEPT
 from ..staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
@@ -275,22 +276,31 @@ WEIGHTS = {
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-workers
 WORKERS = {
     "placement": Knob(
-        choices=("split", "colocated"),
+        choices=("split", "colocated", "ray"),
         apply="dispatch",
-        help="place of generator and trainer: separate processes, or one in turns. A change restarts the workers",
+        help="place of the actors: a process each, generator and trainer in one, or hosts of a Ray cluster. A change "
+        "restarts the workers",
     ),
     "generators": Knob(
         1,
         64,
         unit="workers",
         apply="dispatch",
-        help="generator processes of a split run. A change saves the run and restarts its workers",
+        help="generator processes of a split or ray run. A change saves the run and restarts its workers",
+    ),
+    "environments": Knob(
+        1,
+        64,
+        unit="workers",
+        live=False,
+        help="environment processes; each plays episodes and computes rewards, one call at a time where code is plain",
     ),
     "publish_every": Knob(1, 1024, unit="versions", help="versions between two publishes of weights to the generators"),
     "transport": Knob(
-        choices=("file", "ipc"),
+        choices=("file", "ipc", "nccl"),
         live=False,
-        help="way of new weights in split runs: by file, or by ipc through the trainer's GPU memory on one machine",
+        help="way of new weights to other processes: by file, by ipc through the trainer's GPU memory on one machine, or "
+        "by nccl in a process group (gloo without GPUs)",
     ),
     "clock": Knob(
         choices=("real", "virtual"),
@@ -298,9 +308,21 @@ WORKERS = {
         help="clock of the run. virtual: one process runs all actors, and [virtual] states how long they take",
     ),
     "generator": Knob(
-        choices=("torch", "vllm", "scripted"),
+        choices=("torch", "vllm", "tinker", "scripted"),
         live=False,
-        help="inference engine; scripted needs no model and trains nothing",
+        help="inference engine; tinker is a server of Tinker's API, scripted needs no model and trains nothing",
+    ),
+    "draw": Knob(
+        choices=("counter", "engine"),
+        live=False,
+        help="who draws the tokens. counter: rlbench, from each rollout's random stream, in every batch the same; "
+        "engine: "
+        "vLLM's own sampler, faster on a GPU, and only nearly repeatable",
+    ),
+    "trainer": Knob(
+        choices=("torch", "tinker"),
+        live=False,
+        help="where weights are trained: torch in a process of the run, tinker on the server of [tinker]",
     ),
     "sleep": Knob(
         help="whether a colocated generator frees its KV cache during training (vLLM on a GPU: also its weights)",
@@ -324,6 +346,21 @@ SCALE = {
     "packing": Knob(
         live=False,
         help="whether sequences of a micro-batch lie end to end, without padding; attention must keep them apart",
+    ),
+    "attn_implementation": Knob(
+        choices=option_names("attn_implementation"),
+        live=False,
+        help="attention of the trainer's model and its critic, by its name in transformers",
+    ),
+    "optimizer": Knob(
+        choices=option_names("optimizer"),
+        live=False,
+        help="AdamW of trainer and critic: moments in 32 bits (fused or not), in 8 bits, or in 8 bits and paged",
+    ),
+    "logprobs": Knob(
+        choices=option_names("logprobs"),
+        live=False,
+        help="pass over the vocabulary: rlbench's own, a chunk of logits at a time, or the fused one of Liger",
     ),
     "context_parallel": Knob(1, 1024, unit="processes", live=False, help="processes per sequence; only 1 is supported"),
 }

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ALL_VERIFIERS', 'ALL_REWARDS', 'FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'ConfigError', 'function_table', 'knobs_in',
-           'check_ranges', 'ConfigTable', 'EvalConfig', 'VirtualCosts', 'Deadlines', 'BalanceConfig', 'LoraConfig',
-           'GuardConfig', 'SandboxConfig', 'check_sandbox', 'JudgeConfig']
+           'check_ranges', 'ConfigTable', 'EvalConfig', 'VirtualCosts', 'Deadlines', 'BalanceConfig', 'ActorNeeds',
+           'ClusterConfig', 'LoraConfig', 'GuardConfig', 'SandboxConfig', 'check_sandbox', 'JudgeConfig',
+           'TinkerConfig']
 
 # %% ../../nbs/loop/06_config_tables.ipynb #config-tables-imports
 # Tables inside a configuration.
@@ -16,7 +17,9 @@ __all__ = ['ALL_VERIFIERS', 'ALL_REWARDS', 'FUNCTIONS', 'FILTERS', 'SINK_NAMES',
 #   * Which table a field holds follows from the type of the field, never from its name.
 #
 # This module does not know the configuration of a run: `config` does.
+import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -37,6 +40,7 @@ from rlbench.knobs import (
 )
 from .balance import MODES, MOVES
 from .guards import parse_action, parse_condition
+from ..models.hardware import TokenPrices
 from ..objective.objective import PARTS
 from ..reward import REWARDS, VERIFIERS
 from ..sandbox.faults import Faults
@@ -73,15 +77,15 @@ def function_table(field: str, value, info: ValidationInfo) -> dict:
     return resolve_named(field, {**FUNCTIONS[field], **extra}, value).table()
 
 # %% ../../nbs/loop/06_config_tables.ipynb #config-tables-base
-def knobs_in(model: type[BaseModel]) -> dict[str, tuple[Knob, object]]:
-    "The fields of a configuration class that carry a knob: name -> (knob, default)."
-    fields = model.model_fields.items()
-    return {
-        name: (meta, info.get_default(call_default_factory=True))
-        for name, info in fields
-        for meta in info.metadata
-        if isinstance(meta, Knob)
-    }
+@functools.cache
+def knobs_in(model: type[BaseModel]) -> Mapping[str, tuple[Knob, object]]:
+    "The fields of a configuration class that carry a knob: name -> (knob, default). Looked up once per class."
+    found = {}
+    for name, info in model.model_fields.items():
+        for meta in info.metadata:
+            if isinstance(meta, Knob):
+                found[name] = (meta, info.get_default(call_default_factory=True))
+    return MappingProxyType(found)
 
 
 def check_ranges(config: BaseModel, prefix: str = "") -> None:
@@ -290,6 +294,40 @@ class BalanceConfig(ConfigTable):
                 )
         return self
 
+# %% ../../nbs/loop/06_config_tables.ipynb #config-tables-cluster
+class ActorNeeds(ConfigTable):
+    "What one worker takes of its host."
+
+    field: ClassVar[str] = "cluster"
+
+    cpus: Annotated[float, Knob(0, 4096, unit="cores", live=False, help="processor cores that one worker takes")] = 1.0
+    gpus: Annotated[float, Knob(0, 64, unit="GPUs", live=False, help="GPUs that one worker takes")] = 0.0
+    resources: dict[str, float] = {}  # name that hosts were started with -> amount
+    labels: dict[str, str] = {}  # name -> value that the host must have
+
+
+class ClusterConfig(ConfigTable):
+    "The Ray cluster on which a run lives, and what its workers take there."
+
+    field: ClassVar[str] = "cluster"
+    short_for: ClassVar[str] = "address"
+
+    address: str = ""  # HOST:PORT, or "auto" for the cluster of this machine; empty: start one for the run
+    generators: ActorNeeds = ActorNeeds()
+    environments: ActorNeeds = ActorNeeds()
+    trainers: ActorNeeds = ActorNeeds()
+
+    @field_validator("address")
+    @classmethod
+    def _is_reachable(cls, value):
+        if value.startswith("ray://"):
+            raise ValueError(
+                f"cluster.address: {value!r} is that of a Ray Client, which cannot post to the workers of a run; start the run on "
+                "a host of the cluster with HOST:PORT or auto (one that only joins: ray start --address HOST:PORT "
+                "--num-cpus 0), or give it to the cluster with ray job submit"
+            )
+        return value
+
 # %% ../../nbs/loop/06_config_tables.ipynb #config-tables-lora
 class LoraConfig(ConfigTable):
     "Whether adapters are trained in place of the weights, and which."
@@ -382,7 +420,8 @@ class SandboxConfig(ConfigTable):
         ),
     ] = 30.0
     at_once: Annotated[
-        int, Knob(1, 1024, unit="verdicts", live=False, help="most rollouts that are graded at the same time")
+        int,
+        Knob(1, 1024, unit="verdicts", live=False, help="most rollouts that an environment grades at the same time"),
     ] = 16
     canaries: Annotated[
         int,
@@ -459,3 +498,43 @@ class JudgeConfig(ConfigTable):
         if self.url:
             check_endpoint(self.url, self.template, self.key)
         return self
+
+# %% ../../nbs/loop/06_config_tables.ipynb #config-tables-tinker
+class TinkerConfig(ConfigTable):
+    """A server of Tinker's API that generates and trains. `key`: $NAME of one in the environment; `base_model`: its name
+    there, empty for the only one that is served."""
+
+    field: ClassVar[str] = "tinker"
+    short_for: ClassVar[str] = "base_url"
+
+    base_url: str = ""
+    key: str = "$TINKER_API_KEY"
+    base_model: str = ""
+    rank: Annotated[int, Knob(1, 4096, live=False, help="rank of the LoRA adapters that the server trains")] = 32
+    unembed: Annotated[bool, Knob(live=False, help="whether the output layer gets adapters, too")] = True
+    patience: Annotated[
+        float, Knob(1, 1e6, unit="s", live=False, help="longest time without any answer while samples are under way")
+    ] = 600.0
+    prefill_price: Annotated[
+        float, Knob(0, 1e6, unit="$", live=False, help="price of a million prompt tokens; 0: unknown")
+    ] = 0.0
+    sample_price: Annotated[
+        float, Knob(0, 1e6, unit="$", live=False, help="price of a million sampled tokens; 0: unknown")
+    ] = 0.0
+    train_price: Annotated[
+        float,
+        Knob(0, 1e6, unit="$", live=False, help="price of a million trained tokens, each pass counted; 0: unknown"),
+    ] = 0.0
+
+    @model_validator(mode="after")
+    def _names_its_key(self):
+        if not (self.key.startswith("$") and self.key[1:].isidentifier()):
+            raise ValueError(
+                "tinker.key: a key does not belong into a configuration; export it under a name and write $NAME"
+            )
+        return self
+
+    @property
+    def prices(self) -> TokenPrices:
+        "The price list."
+        return TokenPrices(self.prefill_price, self.sample_price, self.train_price)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DISCARDED', 'give_fate', 'close_group', 'group_row', 'fate_of_its_own', 'mark_discarded', 'discard_groups',
-           'discard_all_groups', 'forget_waiting', 'ask_to_stop', 'end_rollout', 'next_attempt', 'begin_next_attempt',
-           'are_books_closed']
+           'discard_all_groups', 'forget_waiting', 'stop_scoring', 'ask_to_stop', 'end_rollout', 'next_attempt',
+           'begin_next_attempt', 'are_books_closed']
 
 # %% ../../nbs/loop/15_fates.ipynb #fates-imports
 # Fates: how attempts end.
@@ -120,9 +120,7 @@ def discard_groups(state: LoopState, groups: list[GroupState], fate: Fate, actio
     state.training.queue = [w for w in state.training.queue if state.groups[w.group].discarded is None]
     rollouts = [rollout for group in groups for rollout in rollouts_of(state, group)]
     ask_to_stop(rollouts, "surplus", actions)
-    scoring = tuple((rollout.id, rollout.attempt) for rollout in rollouts if rollout.status == "scoring")
-    if scoring:
-        actions.append(Abort("environment", scoring))
+    stop_scoring(rollouts, actions)
 
 
 def discard_all_groups(state: LoopState, fate: Fate, actions: list, with_evaluations: bool) -> None:
@@ -141,6 +139,15 @@ def forget_waiting(state: LoopState, ids: set[int]) -> None:
     state.dispatch.to_send = [i for i in state.dispatch.to_send if i not in ids]
     state.generation.held_back = [i for i in state.generation.held_back if i not in ids]
     state.scoring.to_score = [i for i in state.scoring.to_score if i not in ids]
+
+
+def stop_scoring(rollouts: list[RolloutState], actions: list) -> None:
+    "Ask the environments to stop scoring these. Those of a lost environment are with a scorer, and answer by themselves."
+    keys_by_actor: dict[str, list[tuple[int, int]]] = {}
+    for rollout in rollouts:
+        if rollout.status == "scoring" and rollout.environment:
+            keys_by_actor.setdefault(rollout.environment, []).append((rollout.id, rollout.attempt))
+    actions.extend(Abort(actor, tuple(keys)) for actor, keys in keys_by_actor.items())
 
 
 def ask_to_stop(rollouts: list[RolloutState], then: str, actions: list) -> None:
@@ -185,6 +192,7 @@ def begin_next_attempt(
         rollout.group,
         rollout.k,
         attempt,
+        environment=rollout.environment if kept_turns else "",
         tokens=kept.tokens,
         seconds=kept.seconds,
         oldest=kept.oldest,

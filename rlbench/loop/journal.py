@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS_ON_DISK', 'VERBS', 'PLACED', 'place_of', 'journal_command', 'journal_own_change', 'journal_own_refusal',
-           'kind_on_disk', 'is_due', 'note_fact', 'note_change', 'note_weights', 'pause_run', 'fail_run']
+           'journal_alert', 'kind_on_disk', 'is_due', 'note_fact', 'note_change', 'note_weights', 'pause_run',
+           'fail_run']
 
 # %% ../../nbs/loop/16_journal.ipynb #journal-imports
 # The journal: rows about commands, their apply points, and the facts of the digest.
@@ -21,9 +22,10 @@ __all__ = ['KINDS_ON_DISK', 'VERBS', 'PLACED', 'place_of', 'journal_command', 'j
 # This module does not carry a command out: `commands`, `placement` and `watch` do.
 from dataclasses import replace
 
-from .actions import Write
+from .actions import Notify, Write
 from .digest import fold_fact
 from .events import Commanded
+from .guards import ALERT, Firing
 from .state import LoopState, is_between_waves, is_synchronous
 from ..records import MAX_VERSIONS, CommandRow
 
@@ -63,6 +65,14 @@ def journal_own_refusal(
     "The row of something that the loop could not do. It has no event: nothing took effect."
     row = CommandRow(id, author, knob, value, over, "refused", reason, "", state.version, state.dispatch.groups)
     return Write("commands", row)
+
+
+def journal_alert(state: LoopState, name: str, when: str, figure: float, text: str, actions: list) -> None:
+    "Journal an alert that the loop raises by itself, and have everyone told who subscribed to alerts."
+    id, author = f"{name}-at-{state.seq}", f"guard: {when}"
+    command = Commanded(id, author, ALERT, None, 0, state.at, text)
+    actions.append(journal_command(state, command, "applied", text, "now"))
+    actions.append(Notify(Firing(name, when, ALERT, state.version, figure, text)))
 
 # %% ../../nbs/loop/16_journal.ipynb #journal-kinds
 KINDS_ON_DISK = {  # class -> kind in the table `events`

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_RESTARTS', 'RESTARTED', 'on_started', 'on_lost', 'give_up_actor', 'lose_generator', 'count_reported_tokens',
-           'scorings_of_lost', 'lose_environment', 'lose_scorer', 'lose_trainer']
+           'lose_trainer', 'scorings_of_lost', 'lose_environment', 'scorings_of_lost_environment', 'lose_scorer']
 
 # %% ../../nbs/loop/30_losses.ipynb #losses-imports
 # Actors that start and are lost.
@@ -14,7 +14,9 @@ __all__ = ['MAX_RESTARTS', 'RESTARTED', 'on_started', 'on_lost', 'give_up_actor'
 # What always holds:
 #   * A lost actor has no load. Everything it was working on has its fate or is asked for again.
 #   * Only what the actor was working on is charged a try; what waited in its queue is not.
-#   * A run ends when all actors of a kind are given up, the trainer is lost, or an actor is lost before it ever started.
+#   * An actor of a lost host is not restarted here, and no restart is charged: it waits for a host (`hosts`).
+#   * A run ends when all actors of a kind are given up, the trainer is lost, or an actor is lost before it ever
+#     started.
 #
 # This module does not start processes: the driver does, and answers with `Started` or `Lost`.
 from collections.abc import Mapping
@@ -33,6 +35,10 @@ RESTARTED = ("generator", "environment", "scorer")  # kinds of actors that are s
 
 def on_started(state: LoopState, event: Started, actions: list) -> None:
     "The actor is up. Its restarts are remembered."
+    hostless = state.hosts.waiting.get(event.actor)
+    if hostless and not hostless.is_lost:
+        return  # it was ready just before its host was lost
+    state.hosts.waiting.pop(event.actor, None)
     old = state.actors.get(event.actor)
     restarts = old.restarts if old else 0
     state.actors[event.actor] = ActorState(event.kind, event.slots, event.version, event.version, restarts=restarts)
@@ -52,23 +58,26 @@ def on_lost(state: LoopState, event: Lost, actions: list) -> None:
             lose_scorer(state, event)
         case _:  # the trainer, or an actor that was lost before it ever started
             lose_trainer(state)
-    if actor.kind in RESTARTED and actor.restarts < MAX_RESTARTS:
+    if event.actor in state.hosts.waiting:
+        state.hosts.waiting[event.actor].is_lost = True  # with its host: it is not restarted, and waits for another one
+    elif actor.kind in RESTARTED and actor.restarts < MAX_RESTARTS:
         if not event.at_work:  # otherwise what it was working on is charged
             actor.restarts += 1
         if state.phase != "failing":
             actions.append(Start(event.actor))
     else:
-        give_up_actor(state, actor, event)
+        give_up_actor(state, event.actor, event.cause)
 
 
-def give_up_actor(state: LoopState, actor: ActorState, event: Lost) -> None:
+def give_up_actor(state: LoopState, name: str, cause: str) -> None:
     "Do not start an actor again. Without another one of its kind the run ends."
+    actor = state.actors[name]
     actor.given_up = True
     if state.phase == "failing":
         return
     if all(each.given_up for each in state.actors.values() if each.kind == actor.kind):
         state.phase = "failing"
-        state.reason = f"{event.actor} lost: {event.cause}"
+        state.reason = f"{name} lost: {cause}"
 
 # %% ../../nbs/loop/30_losses.ipynb #losses-kinds
 def lose_generator(state: LoopState, event: Lost, actions: list) -> None:
@@ -94,6 +103,14 @@ def count_reported_tokens(state: LoopState, rollout: RolloutState, reported: Map
     state.generation.tokens += new
 
 
+def lose_trainer(state: LoopState) -> None:
+    "The weights are gone: the batch in training gets its fate."
+    for i in state.training.batch:
+        mark_discarded(state, state.groups[i], Fate.LEFT_AT_STOP)
+    state.training.batch = []
+    state.checkpoints.writing = -1
+
+# %% ../../nbs/loop/30_losses.ipynb #losses-scoring
 def scorings_of_lost(state: LoopState, event: Lost) -> list[RolloutState]:
     "Rollouts that the lost actor was scoring, and not another one."
     return [
@@ -104,9 +121,12 @@ def scorings_of_lost(state: LoopState, event: Lost) -> list[RolloutState]:
 
 
 def lose_environment(state: LoopState, event: Lost, actions: list) -> None:
-    "What it was scoring is scored again; what it was working on is charged a try, and its last one is final."
-    for rollout in scorings_of_lost(state, event):
-        is_charged = not event.at_work or (rollout.id, rollout.attempt) in event.at_work
+    """What it was scoring is scored again, by another one if there is one; what it was working on is charged a try,
+    and its last one is final. No rollout is charged for a lost host."""
+    is_lost_with_host = event.actor in state.hosts.waiting
+    for rollout in scorings_of_lost_environment(state, event):
+        was_at_work = not event.at_work or (rollout.id, rollout.attempt) in event.at_work
+        is_charged = was_at_work and not is_lost_with_host
         if not is_charged:
             rollout.tried -= 1
             score_again(state, rollout)
@@ -115,9 +135,22 @@ def lose_environment(state: LoopState, event: Lost, actions: list) -> None:
         else:
             rollout.lost = Fate.LOST_ENVIRONMENT
             state.scoring.failures += 1
-            state.scoring.last_failure = f"environment lost: {event.cause}"
+            state.scoring.last_failure = f"{event.actor} lost: {event.cause}"
             count_machine_failure(state, True, actions, state.scoring.last_failure)
             finish_rollout(state, rollout)
+
+
+def scorings_of_lost_environment(state: LoopState, event: Lost) -> list[RolloutState]:
+    """Rollouts that the lost environment was scoring. Those of its rollouts that a scorer has belong to no environment
+    from now on: any one may compute their rewards."""
+    found = scorings_of_lost(state, event)
+    own = [rollout for rollout in found if rollout.environment in (event.actor, "")]
+    with_scorer = set(event.elsewhere)
+    for rollout in state.rollouts.values():
+        is_elsewhere = (rollout.id, rollout.attempt) in with_scorer
+        if is_elsewhere and rollout.environment == event.actor and rollout.status == "scoring":
+            rollout.environment = ""
+    return own
 
 
 def lose_scorer(state: LoopState, event: Lost) -> None:
@@ -125,11 +158,3 @@ def lose_scorer(state: LoopState, event: Lost) -> None:
     for rollout in scorings_of_lost(state, event):
         rollout.tried -= 1
         score_again(state, rollout)
-
-
-def lose_trainer(state: LoopState) -> None:
-    "The weights are gone: the batch in training gets its fate."
-    for i in state.training.batch:
-        mark_discarded(state, state.groups[i], Fate.LEFT_AT_STOP)
-    state.training.batch = []
-    state.checkpoints.writing = -1

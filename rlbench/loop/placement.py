@@ -89,6 +89,8 @@ def start_other_workers(state: LoopState, change: PlacementChange, actions: list
         return
     change.stage = "starting"
     state.actors = {name: actor for name, actor in state.actors.items() if actor.kind in STAYS}
+    hosts = state.hosts
+    hosts.waiting = {name: hostless for name, hostless in hosts.waiting.items() if name in state.actors}
     actions.append(Place(change.target.placement, change.target.generators, stored))
 
 # %% ../../nbs/loop/27_placement.ipynb #placement-end

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LEAST_WATCHED', 'on_generated', 'on_turn_ended', 'finish_rollout', 'score_again', 'on_scored', 'on_recalled',
-           'take_out_of_queue', 'count_machine_failure', 'alert_machine_failures', 'decide_score', 'drop_response',
-           'score_rollout', 'is_last_turn']
+           'take_out_of_queue', 'count_machine_failure', 'alert_machine_failures', 'environment_loads',
+           'is_with_environment', 'choose_environment', 'decide_score', 'drop_response', 'score_rollout',
+           'is_last_turn']
 
 # %% ../../nbs/loop/22_scoring.ipynb #scoring-imports
 # Scoring: from a response to a verdict.
@@ -17,15 +18,15 @@ __all__ = ['LEAST_WATCHED', 'on_generated', 'on_turn_ended', 'finish_rollout', '
 #   * A scoring is asked for at most 1 + `score_retries` times per turn. Then its failure is final.
 #   * A verdict that is recalled was trained on by nobody: what trains or has ended keeps its verdict.
 #   * Finished turns are kept as totals, so that the attempt can end with what it generated beyond one of them.
+#   * A response is sent to an environment that is up. A later turn goes to the one that has the episode, if that is up.
 #
 # This module does not run rewards or verifiers: environments do.
 from ..environments.episode import State
-from .actions import Notify, Score
-from .events import Commanded, Generated, Recalled, Scored, TurnEnded
+from .actions import Score
+from .events import Generated, Recalled, Scored, TurnEnded
 from .fates import mark_discarded
 from .functions import count_failed_calls
-from .guards import ALERT, Firing
-from .journal import fail_run, journal_command
+from .journal import fail_run, journal_alert
 from .state import FinishedTurn, GroupState, LoopState, RolloutState, find_attempt, is_active
 from .stragglers import put_aside
 from ..records import Fate, Outcome, StopReason
@@ -153,11 +154,32 @@ def count_machine_failure(state: LoopState, has_failed: bool, actions: list, mes
 
 def alert_machine_failures(state: LoopState, share: float, text: str, actions: list) -> None:
     "Alert that the machine failed a larger share than `infra_warn`."
-    firing = Firing("infra", f"infra_masked > {state.config.infra_warn:g}", ALERT, state.version, share, text)
-    id, author = f"infra-at-{state.seq}", f"guard: {firing.when}"
-    command = Commanded(id, author, ALERT, None, 0, state.at, text)
-    actions.append(journal_command(state, command, "applied", text, "now"))
-    actions.append(Notify(firing))
+    journal_alert(state, "infra", f"infra_masked > {state.config.infra_warn:g}", share, text, actions)
+
+# %% ../../nbs/loop/22_scoring.ipynb #scoring-choose
+def environment_loads(state: LoopState) -> dict[str, int]:
+    "The environments that are up, by name, with their loads. A single one has nobody to share with: its load is 0."
+    up = sorted(name for name, actor in state.actors.items() if actor.kind == "environment" and actor.up)
+    loads = dict.fromkeys(up, 0)
+    if len(up) > 1:
+        for rollout in state.rollouts.values():
+            if rollout.environment in loads and is_with_environment(rollout):
+                loads[rollout.environment] += 1
+    return loads
+
+
+def is_with_environment(rollout: RolloutState) -> bool:
+    "True when an environment scores this rollout, or holds its episode between two turns."
+    return rollout.status == "scoring" or (bool(rollout.turns) and rollout.status != "done")
+
+
+def choose_environment(rollout: RolloutState, loads: dict[str, int]) -> str:
+    "The environment that gets this response, one of `loads`, which counts it from now on."
+    if rollout.turns and rollout.environment in loads:
+        return rollout.environment
+    name = min(loads, key=loads.get)
+    loads[name] += 1
+    return name
 
 # %% ../../nbs/loop/22_scoring.ipynb #scoring-decide
 def decide_score(state: LoopState, actions: list) -> None:
@@ -165,7 +187,7 @@ def decide_score(state: LoopState, actions: list) -> None:
     if not state.scoring.to_score:
         return
     waiting, state.scoring.to_score = state.scoring.to_score, []
-    can_score = any(actor.kind == "environment" and actor.up for actor in state.actors.values())
+    loads = environment_loads(state)
     for i in waiting:
         rollout = state.rollouts.get(i)
         if rollout is None:
@@ -177,7 +199,8 @@ def decide_score(state: LoopState, actions: list) -> None:
             put_aside(state, rollout, group, then, actions)
         elif group.discarded or was_stopped:
             drop_response(state, rollout, group)
-        elif can_score:
+        elif loads:
+            rollout.environment = choose_environment(rollout, loads)
             actions.append(score_rollout(state, rollout, group))
         else:
             state.scoring.to_score.append(rollout.id)
@@ -196,7 +219,8 @@ def score_rollout(state: LoopState, rollout: RolloutState, group: GroupState) ->
     rollout.status = "scoring"
     rollout.tried += 1
     is_last = is_last_turn(state, rollout, group)
-    return Score(rollout.id, rollout.attempt, rollout.tried, state.config.score_deadline, is_last)
+    deadline = state.config.score_deadline
+    return Score(rollout.environment, rollout.id, rollout.attempt, rollout.tried, deadline, is_last)
 
 
 def is_last_turn(state: LoopState, rollout: RolloutState, group: GroupState) -> bool:

@@ -6,9 +6,10 @@
 __all__ = ['PREFLIGHT', 'STAYS', 'ActorState', 'FinishedTurn', 'RolloutState', 'GroupState', 'DispatchState', 'GenerationState',
            'ScoringState', 'EndedAttempts', 'TrainingState', 'WeightsState', 'Evaluation', 'EvaluationState', 'Ramp',
            'ReplacedFunction', 'CommandsState', 'WatchState', 'CheckpointsState', 'PlacementChange', 'PlacementState',
-           'LoopState', 'Checkpoint', 'alerts_of', 'start_state', 'is_synchronous', 'is_all_scored', 'is_between_waves',
-           'is_active', 'is_held', 'generators_up', 'count_generators', 'usable_slots', 'trainer_name',
-           'version_of_next_batch', 'count_live_groups', 'rollouts_of', 'find_attempt']
+           'HostState', 'HostlessActor', 'HostsState', 'LoopState', 'Checkpoint', 'alerts_of', 'start_state',
+           'is_synchronous', 'is_all_scored', 'is_between_waves', 'is_active', 'is_held', 'generators_up',
+           'count_actors', 'usable_slots', 'trainer_name', 'version_of_next_batch', 'count_live_groups', 'rollouts_of',
+           'find_attempt']
 
 # %% ../../nbs/loop/14_state.ipynb #state-imports
 # The state of a run.
@@ -74,6 +75,7 @@ class RolloutState:
     attempt: int = 0
     status: str = "to_send"
     actor: str = ""  # the generator that has it, or had it last
+    environment: str = ""  # that scores it or has its episode, or did so last; empty: none yet, or it is lost
     tried: int = 0  # scorings of this turn so far
     reason: StopReason = StopReason.STOP
     outcome: Outcome | None = None
@@ -302,6 +304,36 @@ class PlacementState:
     built: RunConfig | None = None  # what the workers were built from
     change: PlacementChange | None = None
 
+# %% ../../nbs/loop/14_state.ipynb #state-hosts
+@dataclass(slots=True)
+class HostState:
+    "A host as the loop knows it."
+
+    up: bool = True
+    cause: str = ""  # of its last loss; empty while it is up
+    at: float = 0.0  # when it joined or was lost
+
+
+@dataclass(slots=True)
+class HostlessActor:
+    "An actor of a lost host."
+
+    host: str  # the lost one
+    since: float  # when that host was lost
+    is_lost: bool = False  # its `Lost` has come
+    next_host: str = ""  # the one that joined and on which it may be started
+
+
+@dataclass(slots=True, kw_only=True)
+class HostsState:
+    """Which hosts a run has, and which actors wait for one. Empty where all actors live on one machine.
+
+    Always true: an actor in `waiting` is not up. It leaves `waiting` when it is asked to start, so it is asked once.
+    One that waited for too long is given up and stays in `waiting`: a host that joins later still brings it back."""
+
+    known: dict[str, HostState] = field(default_factory=dict)  # by name
+    waiting: dict[str, HostlessActor] = field(default_factory=dict)  # by actor
+
 # %% ../../nbs/loop/14_state.ipynb #state-whole
 @dataclass(slots=True)
 class LoopState:
@@ -319,6 +351,7 @@ class LoopState:
     watch: WatchState = field(default_factory=WatchState)
     checkpoints: CheckpointsState = field(default_factory=CheckpointsState)
     placement: PlacementState = field(default_factory=PlacementState)
+    hosts: HostsState = field(default_factory=HostsState)
     seq: int = 0  # number of the last event
     at: float = 0.0  # time of the last event
     phase: str = "running"  # running, draining (budget spent), stopping (asked), failing; then done or failed
@@ -412,9 +445,9 @@ def generators_up(state: LoopState) -> dict[str, ActorState]:
     return {name: actor for name, actor in state.actors.items() if actor.kind == "generator" and actor.up}
 
 
-def count_generators(state: LoopState) -> int:
-    "Generators that are not given up."
-    return sum(actor.kind == "generator" and not actor.given_up for actor in state.actors.values())
+def count_actors(state: LoopState, kind: str) -> int:
+    "Actors of a kind that are not given up."
+    return sum(actor.kind == kind and not actor.given_up for actor in state.actors.values())
 
 
 def usable_slots(state: LoopState) -> int:

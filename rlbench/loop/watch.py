@@ -27,7 +27,7 @@ from .config import apply_point, check_guard
 from .events import Commanded, Measured
 from .guards import ALERT, Firing, Guard, look, parse_action, parse_condition, without
 from .journal import journal_command
-from .state import LoopState, count_generators, generators_up, is_held
+from .state import LoopState, count_actors, generators_up, is_held
 from ..records import Fate
 
 # %% ../../nbs/loop/26_watch.ipynb #watch-guards
@@ -78,7 +78,7 @@ def balance_settings(state: LoopState) -> Settings:
         batch=config.batch_groups,
         group=config.group,
         colocated=config.placement == "colocated",
-        generators=max(1, count_generators(state)),
+        generators=max(1, count_actors(state, "generator")),
         max_tokens=config.max_tokens,
     )
 

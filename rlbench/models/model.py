@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate_model', 'Policy', 'stop_tokens', 'context_length', 'quiet_library',
-           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'own_weights', 'encode_prompt',
-           'render_messages', 'checked_ids', 'decode_response', 'encode_response', 'rendered_observation',
-           'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'KeptTokens', 'kept_tokens',
-           'apply_mask', 'chunk_logprobs', 'chunked_logprobs', 'token_logprobs', 'flat_logprobs', 'base_weights',
-           'replace_folder', 'save_policy']
+           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'own_weights', 'load_texts',
+           'encode_prompt', 'render_messages', 'checked_ids', 'decode_response', 'encode_response',
+           'rendered_observation', 'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head',
+           'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs', 'chunked_logprobs', 'token_logprobs',
+           'flat_logprobs', 'base_weights', 'replace_folder', 'save_policy']
 
 # %% ../../nbs/models/02_model.ipynb #model-imports
 # The policy: a causal language model with its tokenizer.
@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -209,6 +210,26 @@ def own_weights(model):
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model
+
+# %% ../../nbs/models/02_model.ipynb #model-texts
+def load_texts(name: str) -> Policy:
+    """A policy without weights (`model` is None): tokenizer, stop tokens and context of the model at a folder or under a
+    Hub name. Raises what `load_policy` raises for a name that leads nowhere or to another kind of model."""
+    from transformers import GenerationConfig
+
+    source = locate_model(name)
+    with quiet_library():
+        config = model_config(name, source)
+        check_causal(name, config)
+        tokenizer = load_tokenizer(name, source)
+        try:
+            generation = GenerationConfig.from_pretrained(source)
+        except OSError:  # a model need not have one
+            generation = None
+    described = SimpleNamespace(config=config, generation_config=generation)
+    stop = stop_tokens(described, tokenizer)
+    pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Policy(name, None, tokenizer, stop, pad, context_length(described, tokenizer))
 
 # %% ../../nbs/models/02_model.ipynb #model-text
 def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
@@ -424,6 +445,7 @@ def token_logprobs(
     mask_RT: torch.Tensor | None = None,
     elements: int = 2**24,
     kept: KeptTokens | None = None,
+    flat: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it was drawn from; both
     float32 [R, T], in nats.
@@ -431,7 +453,8 @@ def token_logprobs(
     `tokens_RT` int [R, T], padded at the right to `lengths_R`; `temperature` one number or [R], above 0. Zero where
     there is nothing to say: first token, padding, outside `mask_RT`.
     `kept`: sampling masks, over which both are taken; the token itself has to be in its mask.
-    At most `elements` logits exist at a time. Differentiable."""
+    `flat`: another pass over the vocabulary than `flat_logprobs`, under which at most `elements` logits exist at a
+    time. Differentiable."""
     device = tokens_RT.device
     temperature_R = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(len(tokens_RT))
     if not bool((temperature_R > 0).all()):
@@ -444,7 +467,8 @@ def token_logprobs(
     wanted_RT[:, 0] = False
     rows_N, columns_N = wanted_RT.nonzero(as_tuple=True)
     before_NH = hidden_RTH[rows_N, columns_N - 1]
-    return flat_logprobs(model, before_NH, tokens_RT, rows_N, columns_N, temperature_R, elements, kept)
+    over_vocabulary = flat or flat_logprobs
+    return over_vocabulary(model, before_NH, tokens_RT, rows_N, columns_N, temperature_R, elements, kept)
 
 
 def flat_logprobs(

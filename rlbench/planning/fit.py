@@ -79,10 +79,10 @@ def fit_run(folder: str | Path, since: int = 0, until: int | None = None) -> Fit
     the last change of a knob. ValueError for a run with too little to go by, or whose actors take turns."""
     folder = Path(getattr(folder, "folder", folder))
     config = config_at(folder, until)
-    if config.placement != "split":
+    if config.placement == "colocated":
         raise ValueError(
             f'placement: {folder.name} is "{config.placement}", its actors take turns in one worker; '
-            'only "split" runs are fitted'
+            'only runs whose workers have processes of their own are fitted (placement = "split" or "ray")'
         )
     window = read_window(folder, config, since, until)
     ends = dict(read_table(folder, "steps", ["version", "at"]).select("version", "at").iter_rows())

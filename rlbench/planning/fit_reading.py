@@ -193,7 +193,8 @@ def verdict_seconds(window: FitWindow, config: RunConfig) -> np.ndarray:
     each = window.rollouts["score_seconds"].drop_nulls().to_numpy()
     if config.clock == "virtual" and len(each):
         given = window.steps["verdicts"].sum() or len(each)
-        return np.full(len(each), float(window.steps["environment_compute"].sum() / given))
+        seconds = window.steps["environment_compute"].sum() * config.environments  # the column is a mean over them
+        return np.full(len(each), float(seconds / given))
     return each
 
 # %% ../../nbs/planning/14_fit_reading.ipynb #fit-parts-judged

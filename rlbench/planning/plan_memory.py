@@ -32,6 +32,7 @@ from rlbench.models.hardware import (
     utilisation,
     weight_bytes,
 )
+from ..models.trainer_options import ADAMW_BYTES, option_named
 from .plan_numbers import format_bytes
 from .plan_parts import PRECISIONS
 from .planfile import PlanFile
@@ -156,11 +157,14 @@ def why_memory_is_short(plan: PlanFile, available: float, held: float, sequence:
 def check_trainer(plan: PlanFile) -> None:
     "ValueError if weights, gradients and optimizer state do not fit into the trainer's GPUs."
     trainer = plan.trainer
-    needed = plan.shape.parameters * 4.0 if trainer.offload else float(optimizer_bytes(plan.shape))
+    state_bytes = option_named("optimizer", trainer.optimizer).state_bytes
+    needed = plan.shape.parameters * 4.0 if trainer.offload else float(optimizer_bytes(plan.shape, state_bytes))
     usable = plan.tables.gpu[trainer.gpu].memory * 0.9
     if needed <= trainer.gpus * usable:
         return
     remedy = "" if trainer.offload else ", or trainer.offload = true"
+    if not trainer.offload and state_bytes == ADAMW_BYTES:
+        remedy = ', or trainer.optimizer = "adamw_8bit"' + remedy
     raise ValueError(
         f"trainer.gpus: weights, gradients and optimizer of {model_name(plan)} take {format_bytes(needed)}, and "
         f"{trainer.gpus} {trainer.gpu} have {format_bytes(trainer.gpus * usable)}; "

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..knobs import Knob
+from ..models.trainer_options import option_names
 
 # %% ../../nbs/planning/25_plan_parts.ipynb #planfile-model
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes of a number
@@ -101,6 +102,9 @@ class TrainerPart:
         float, Knob(0, 1e7, unit="s", help="measured time of one batch; it replaces mfu. 0: computed from mfu")
     ] = 0.0
     offload: Annotated[bool, Knob(help="keep the optimizer state in host memory")] = False
+    optimizer: Annotated[
+        str, Knob(choices=option_names("optimizer"), help="AdamW: its moments take 8 bytes a parameter, or about 2")
+    ] = "adamw_fused"
     transport: Annotated[
         str, Knob(help="name in the table of transports; it sets how fast weights reach the generators")
     ] = "broadcast"

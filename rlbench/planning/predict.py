@@ -50,6 +50,7 @@ LOOP_KNOBS = (
     "old_tokens",
     "filter",
     "generators",
+    "environments",
     "publish_every",
     "decode_steps",
     "steps",
@@ -83,6 +84,8 @@ def knob_caveat(fitted: Fitted, config: RunConfig, knob: str) -> str:
     was_cut = fitted.world.response_tokens.ceiling >= fitted.config.max_tokens
     if head in QUIET_KNOBS:
         return f"{knob}: left out; the figures are those of a run that only trains"
+    if head == "environments" and not fitted.world.scores_one_at_a_time:
+        return "environments: whether verdicts waited for each other is not in the ledger; predicted as if none did"
     if head in LOOP_KNOBS:
         return ""
     if head == "max_turns" and config.max_turns <= fitted.config.max_turns:
@@ -125,7 +128,7 @@ def change_knobs(folder: Path | None, config: RunConfig, knobs: Mapping[str, obj
             if "unknown" in str(error) or (len(knobs) == 1 and not is_fixed):
                 raise
     found = load_config(config, dict(knobs), extra)
-    if found.placement != "split":
+    if found.placement == "colocated":
         raise ValueError(f'placement: "{found.placement}" is not simulated: its actors take turns; predict for "split"')
     return found
 

@@ -8,7 +8,7 @@ __all__ = ['SimulatedEnvironment']
 # %% ../../nbs/planning/04_simulated_environment.ipynb #simulated-environment-imports
 # The modelled environment.
 #
-# Owns: the sandboxes of a simulated run, and when the environment has time for the next verdict.
+# Owns: the sandboxes of a simulated run, and when each environment has time for the next verdict.
 #
 # What always holds:
 #   * No more than `World.sandboxes` are held. A free one goes to the rollout that has waited longest and still runs.
@@ -26,11 +26,11 @@ from ..records import Outcome
 
 # %% ../../nbs/planning/04_simulated_environment.ipynb #simulated-environment-class
 class SimulatedEnvironment:
-    "Runs tools and scores rollouts, in sandboxes where the world has them."
+    "The environments of a run: they run tools and score rollouts, in sandboxes where the world has them."
 
     def __init__(self, simulation: Simulation):
         self.simulation = simulation
-        self.time = ActorTime()  # of scoring
+        self.times: dict[str, ActorTime] = {}  # of scoring, by environment
         self.used_sandboxes = 0
         self.waiting: deque[tuple[int, int]] = deque()  # rollouts that wait for a sandbox
 
@@ -90,14 +90,16 @@ class SimulatedEnvironment:
             when = simulation.clock.now + world.tool_s.draw(simulation.chance)
             simulation.later(when, simulation.hear, TurnEnded(*key, rollout.turns_done, at=when))
         else:
-            self.score(key, rollout)
+            self.score(action.actor, key, rollout)
 
-    def score(self, key: tuple[int, int], rollout: SimulatedRollout) -> None:
-        "Draw the verdict on a rollout and give it when its time is over."
+    def score(self, actor: str, key: tuple[int, int], rollout: SimulatedRollout) -> None:
+        "Draw the verdict of an environment on a rollout and give it when its time is over."
         simulation, world, chance = self.simulation, self.simulation.world, self.simulation.chance
         now = simulation.clock.now
         seconds = world.score_s.draw(chance)
-        when = self.time.start_work(now, seconds) if world.scores_one_at_a_time else now + seconds
+        when = now + seconds
+        if world.scores_one_at_a_time:
+            when = self.times.setdefault(actor, ActorTime()).start_work(now, seconds)
         rollout.scored_at = when
         if world.failure_rate and chance.random() < world.failure_rate:
             event = Scored(*key, None, None, Outcome.ENVIRONMENT_ERROR, seconds, "modelled failure", when)

@@ -31,6 +31,7 @@ from .engines import Engine, EnginePool
 from .simulated_environment import SimulatedEnvironment
 from .simulation import SimulatedRollout, Simulation
 from ..records import StopReason
+from ..runtime.actors import actor_names
 
 # %% ../../nbs/planning/05_simulated_generators.ipynb #simulated-generators-keys
 Key = tuple[int, int]  # (rollout, attempt)
@@ -388,9 +389,7 @@ class SimulatedGenerators:
         self.simulation = simulation
         self.environment = environment
         self.by_name: dict[str, EngineGenerator | BlockwiseGenerator] = {}
-        count = simulation.config.generators
-        for i in range(count):
-            name = "generator" if count == 1 else f"generator-{i + 1}"
+        for name in actor_names("generator", simulation.config.generators):
             self.by_name[name] = self.new_generator(name, pool)
         self.go_by_steps = all(isinstance(each, BlockwiseGenerator) for each in self.by_name.values())
         pools = {id(each.pool): each.pool for each in self.by_name.values()}

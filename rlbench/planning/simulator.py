@@ -34,6 +34,7 @@ from .simulated_generators import SimulatedGenerators
 from .simulated_trainer import SimulatedTrainer
 from .simulation import EventHeap, SimulatedStep, Simulation
 from ..records import Fate
+from ..runtime.actors import actor_names
 
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-new
 class SimulatedLedger:
@@ -94,7 +95,8 @@ def new_simulation(
         Write: ledger.carry_write,
     }
     started = [Started(name, "generator", config.concurrency, 0) for name in generators.by_name]
-    started += [Started("environment", "environment"), Started("trainer", "trainer")]
+    started += [Started(name, "environment") for name in actor_names("environment", config.environments)]
+    started.append(Started("trainer", "trainer"))
     for event in started:
         simulation.later(0.0, simulation.hear, event)
     return simulation

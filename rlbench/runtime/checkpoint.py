@@ -8,11 +8,11 @@ __all__ = ['CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 
            'find_checkpoint', 'begin_checkpoint', 'sync_file', 'finish_checkpoint', 'sync_folder', 'drop_aside',
            'remove_checkpoint', 'link_or_copy', 'SavedCheckpoint', 'count_bytes', 'best_saved', 'oldest_per_span',
            'choose_checkpoints', 'held_out_rates', 'changed_versions', 'saved_checkpoints', 'keep_checkpoints',
-           'evaluation_of', 'find_best', 'rate_policy', 'note_policy', 'LoadedCheckpoint', 'load_checkpoint',
-           'responses_without_masks', 'notes_on_checkpoint', 'load_newest', 'find_weights', 'write_trainer',
-           'check_free_space', 'write_tensors', 'torch_random_states', 'numpy_random_state', 'restore_random_states',
-           'write_replay_groups', 'read_replay_groups', 'moments_by_name', 'critic_files', 'read_weights',
-           'optimizer_state', 'read_trainer', 'critic_state', 'tensors_under']
+           'is_whole', 'evaluation_of', 'find_best', 'rate_policy', 'note_policy', 'LoadedCheckpoint',
+           'load_checkpoint', 'responses_without_masks', 'notes_on_checkpoint', 'load_newest', 'find_weights',
+           'write_trainer', 'check_free_space', 'write_tensors', 'torch_random_states', 'numpy_random_state',
+           'restore_random_states', 'write_replay_groups', 'read_replay_groups', 'moments_by_name', 'critic_files',
+           'read_weights', 'optimizer_state', 'read_trainer', 'critic_state', 'tensors_under']
 
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-imports
 # Checkpoints of a run.
@@ -308,12 +308,23 @@ def saved_checkpoints(run: Path, evaluation: str) -> list[SavedCheckpoint]:
 def keep_checkpoints(run: Path, evaluation: str, newest: int, gigabytes: float, needed: Collection[str] = ()) -> None:
     """Remove the checkpoints that `choose_checkpoints` does not keep, and torn ones. They never take more than half
     of the disk's free space."""
+    folders = checkpoint_folders(run)
+    if len(folders) <= newest + 1 and all(is_whole(folder) for folder in folders):
+        return  # the first and the newest stay; so a run begins without reading tables
     saved = saved_checkpoints(run, evaluation)
     budget = min(gigabytes * 1e9, (count_bytes(saved) + shutil.disk_usage(run).free) / 2)
     keep = choose_checkpoints(saved, newest, budget, needed) | set(needed)
-    for folder in checkpoint_folders(run):
+    for folder in folders:
         if folder.name not in keep:
             remove_checkpoint(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    "True if a checkpoint is there and has a manifest that this version reads."
+    try:
+        return isinstance(read_manifest(folder), Manifest)
+    except FileNotFoundError:
+        return False
 
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-best
 POLICY_NOTE = "rlbench.json"  # in the folder of a saved policy

@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['ResponseRequest', 'GenerateRequest', 'GenerateResult', 'AbortRequest', 'PromptsRequest', 'PromptsResult',
            'GeneratorLoad', 'TrainRequest', 'TrainResult', 'TrainFailure', 'PublishRequest', 'PublishResult',
-           'LoadRequest', 'LoadResult', 'SaveRequest', 'SaveResult', 'CheckpointRequest', 'CheckpointResult',
-           'ReferenceRequest', 'ReferenceWriteResult', 'ReferenceReadResult', 'ConfigureRequest', 'WorkerReady',
-           'EnvironmentReady', 'ScorerReady', 'MemoryHeld']
+           'LoadRequest', 'LoadResult', 'MeetRequest', 'MeetResult', 'BroadcastRequest', 'BroadcastResult',
+           'SaveRequest', 'SaveResult', 'CheckpointRequest', 'CheckpointResult', 'ReferenceRequest',
+           'ReferenceWriteResult', 'ReferenceReadResult', 'ConfigureRequest', 'WorkerReady', 'EnvironmentReady',
+           'ScorerReady', 'MemoryHeld']
 
 # %% ../../nbs/runtime/08_messages.ipynb #messages-imports
 # Messages between the run process and its workers.
 #
 # What always holds:
 #   * A request is answered by the result of the same name, with these exceptions: `ReferenceRequest` by
-#     `ReferenceWriteResult` or `ReferenceReadResult`; `PublishRequest` by `LoadResult` where generator and trainer share
+#     `ReferenceWriteResult` or `ReferenceReadResult`; `PublishRequest` by `LoadResult` where generator and trainer
+#     share
 #     a worker; a batch that could not be trained by `TrainFailure`.
 #   * A result carries what the request named (key, version, folder or id), so that a late one can be recognised.
 #   * `key` is (rollout, attempt). Seconds are of the worker's own work.
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..base.rendezvous import GroupPlace
 from ..loop.config import RunConfig
 from ..records import Group, Sampling, Segment, StopReason, Task, TrainMetrics
 
@@ -138,7 +141,7 @@ class PublishResult:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    "To a generator of another worker: load this version or a newer one, which is in the file."
+    "To a generator of another worker: load this version or a newer one, which has come to it."
 
     version: int
 
@@ -149,6 +152,39 @@ class LoadResult:
 
     version: int
     seconds: float
+
+# %% ../../nbs/runtime/08_messages.ipynb #messages-broadcast
+@dataclass(frozen=True)
+class MeetRequest:
+    "To the trainer: open a port at this address of its host, where process groups meet."
+
+    address: str
+
+
+@dataclass(frozen=True)
+class MeetResult:
+    "The port at which process groups meet."
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class BroadcastRequest:
+    "To all members of a group: send the newest weights to the others (rank 0), or receive them."
+
+    place: GroupPlace
+    seconds: float  # in which it must end
+
+
+@dataclass(frozen=True)
+class BroadcastResult:
+    "A member's end of a broadcast. A generator with the version can load it."
+
+    number: int  # of the group
+    version: int  # -1 if it has failed
+    seconds: float
+    message: str = ""  # why it has failed
 
 # %% ../../nbs/runtime/08_messages.ipynb #messages-keep
 @dataclass(frozen=True)
@@ -227,7 +263,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class EnvironmentReady:
-    "The environment is up."
+    "An environment is up."
 
 
 @dataclass(frozen=True)

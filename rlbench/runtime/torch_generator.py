@@ -121,7 +121,8 @@ def new_generator(config: RunConfig, policy, sequence_tokens: int):
     if config.generator == "vllm":
         from rlbench.engines.vllm import VllmGenerator
 
-        return VllmGenerator(policy.model, sequence_tokens, kv_bytes, options=config.vllm, **settings)
+        settings |= {"options": config.vllm, "draw": config.draw}
+        return VllmGenerator(policy.model, sequence_tokens, kv_bytes, **settings)
     from rlbench.engines.torch import TorchGenerator
 
     return TorchGenerator(policy.model, sequence_tokens, kv_bytes, **settings)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.rendezvous import Rendezvous
 from ..base.safe_call import guarded
 from ..environments.step_verifier import pieces_of, place_steps
 from ..knobs import key_of
@@ -95,7 +96,11 @@ def new_critic(config: RunConfig, policy):
 
     without_adapters = load_policy(config.model, device_of(config)) if config.lora.rank else policy
     settings = CriticConfig(
-        **critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing
+        **critic_settings(config),
+        precision=config.precision,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attn_implementation=config.attn_implementation,
+        optimizer=config.optimizer,
     )
     return ValueCritic(new_value_model(without_adapters), settings, device_of(config))
 
@@ -155,6 +160,9 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
         device=device_of(config),
         gradient_checkpointing=config.gradient_checkpointing,
         packing=config.packing,
+        attn_implementation=config.attn_implementation,
+        optimizer=config.optimizer,
+        logprobs=config.logprobs,
     )
     beside = new_beside(config, policy) if team.rank == 0 else None
     trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside)
@@ -185,14 +193,16 @@ def make_rank(team, config: RunConfig, folder: Path | None, start: Path | None) 
     return trainer, partial(configure_trainer, trainer, functions)
 
 
-def start_team(config: RunConfig, folder: Path | None, start: Path | None):
-    """The processes of a run's trainer: this one, and the others started and joined. Raises ValueError if there are
-    too few devices."""
-    from rlbench.training.data_parallel import start_ranks
+def start_team(config: RunConfig, folder: Path | None, start: Path | None, meeting: Rendezvous | None = None):
+    """The processes of a run's trainer: this one, and the others joined. They are started here, unless somebody else
+    starts them and says where they meet. Raises ValueError if there are too few devices."""
+    from rlbench.training.data_parallel import lead_ranks, start_ranks
     from rlbench.training.trainer import ALONE
 
     if config.trainers == 1:
         return ALONE
+    if meeting is not None:
+        return lead_ranks(config.trainers, device_of(config), meeting)
     return start_ranks(config.trainers, device_of(config), make_rank, (config, folder, start))
 
 # %% ../../nbs/runtime/11_torch_trainer.ipynb #torch-trainer-half

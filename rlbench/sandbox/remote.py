@@ -160,7 +160,7 @@ except OSError: pass
 status, used = child.wait(), resource.getrusage(resource.RUSAGE_CHILDREN)
 cpu, most = used.ru_utime + used.ru_stime, limits["output_kb"] << 10
 if not end:
-    spent = status in (-24, -9) and cpu >= limits["cpu_s"] * 0.9
+    spent = status == -24 or (status == -9 and cpu >= limits["cpu_s"] * 0.9)
     end = "cpu_limit" if spent else "crashed" if status < 0 else "exited"
 said = {"end": end, "status": abs(status), "cpu_s": cpu, "wall_s": time.monotonic() - began, "hit": hit, "phases": []}
 said["stdout"] = base64.b64encode(texts[out][:most]).decode()

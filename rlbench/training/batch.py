@@ -64,9 +64,10 @@ class RolloutArrays:
 def make_row(rollout: Rollout, reward: float, advantage: float | None) -> RolloutArrays | None:
     """The rollout up to its last token that carries weight; None if no token does. ValueError for what cannot be
     trained."""
-    if not any(segment.trained.any() for segment in rollout.segments):
+    masks = [segment.trained for segment in rollout.segments]
+    if not any(mask.any() for mask in masks):
         return None
-    mask_T = np.concatenate([segment.trained for segment in rollout.segments])
+    mask_T = np.concatenate(masks)
     logprobs_T = segment_values(rollout, "logprobs", np.nan, np.float32)
     sampler_T = np.where(mask_T, logprobs_T, 0).astype(np.float32)
     _check_trainable(rollout, mask_T, sampler_T)

@@ -25,9 +25,11 @@ import numpy as np
 import torch
 
 from ..models.heads import ValueModel, token_values
+from ..models.optimizers import load_state, make_optimizer, saved_state
+from ..models.trainer_options import check_options
 from ..objective.loss import value_loss
 from .batch import Arrays
-from .logprobs import compute_again
+from .logprobs import compute_again, set_attention
 from rlbench.training.trainer import (
     FIXED_SETTINGS,
     TrainerConfig,
@@ -162,9 +164,11 @@ class ValueCritic:
         self.steps = 0
         self.batches = 0
         self.model = model.to(self.device, torch.float32)
+        check_options(config, has_gpu=self.device.type == "cuda")
+        set_attention(self.model.body, config.attn_implementation)
         if config.gradient_checkpointing:
             compute_again(self.model.body)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate, fused=True)
+        self.optimizer = make_optimizer(config, self.model.parameters())
 
     def values(self, arrays: Arrays) -> np.ndarray:
         "float32 [R, T]: the value of the state before each token that carries weight."
@@ -192,7 +196,7 @@ class ValueCritic:
         "Weights, moments of the optimizer, and both counts."
         return {
             "weights": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": saved_state(self.optimizer),
             "steps": self.steps,
             "batches": self.batches,
         }
@@ -200,6 +204,6 @@ class ValueCritic:
     def load_state_dict(self, state: dict) -> None:
         "Continue from a `state_dict`."
         self.model.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_state(self.optimizer, state["optimizer"])
         self.steps = state["steps"]
         self.batches = state["batches"]

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from ..models.model import KeptTokens, kept_tokens
+from ..models.trainer_options import check_option_settings
 from .batch import Arrays, token_alphas
 
 # %% ../../nbs/training/03_micro_batches.ipynb #micro-config
@@ -50,6 +51,9 @@ class TrainerConfig:
     device: str = "auto"  # or "cpu", "cuda"
     gradient_checkpointing: bool = False  # keep only the input of a layer, and compute the layer again
     packing: bool = False  # rows of a micro-batch end to end, without padding
+    attn_implementation: str = "sdpa"  # this and the next two: a value of `trainer_options.OPTIONS`
+    optimizer: str = "adamw_fused"
+    logprobs: str = "chunked"
 
     def __post_init__(self):
         at_least = {
@@ -78,6 +82,7 @@ class TrainerConfig:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        check_option_settings(self)
 
 # %% ../../nbs/training/03_micro_batches.ipynb #micro-parts
 def optimizer_parts(groups_R: np.ndarray, optimizer_steps: int) -> list[np.ndarray]:

@@ -43,11 +43,17 @@ def judged_rollout(policy: Policy, task: Task, prompt_ids: Sequence[int], size: 
 
 
 def write_groups(
-    policy: Policy, generator: TorchGenerator, tasks: Sequence[Task], size: int, seed: int, max_tokens: int = 64
+    policy: Policy,
+    generator: TorchGenerator,
+    tasks: Sequence[Task],
+    size: int,
+    seed: int,
+    max_tokens: int = 64,
+    temperature: float = 1.0,
 ) -> list[Group]:
-    "A group of `size` judged rollouts for each task, at temperature 1. Another `seed` draws other responses."
+    "A group of `size` judged rollouts for each task. Another `seed` draws other responses."
     prompts = [encode_prompt(policy, task.prompt) for task in tasks]
-    sampling = Sampling(max_tokens=max_tokens)
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     requests = []
     for i, task in enumerate(tasks):
         for k in range(size):

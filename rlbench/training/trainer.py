@@ -6,9 +6,9 @@
 __all__ = ['FIXED_SETTINGS', 'start_logprobs', 'StepCounts', 'objective_tokens', 'differentiate_micro', 'note_micro',
            'count_step', 'accumulate_gradients', 'NothingLeft', 'correction_before', 'check_tokens_left',
            'learning_rate', 'optimized_parameters', 'optimizer_step', 'needs_start_pass', 'train_arrays', 'undo_steps',
-           'forward_pass', 'padded_logprobs', 'Critic', 'ReplayBuffer', 'TrainerExtras', 'scheduled_weights',
-           'memory_after', 'prepare_with_extras', 'mean_advantages', 'gather_moments', 'load_moments',
-           'make_accelerator', 'Trainer']
+           'forward_pass', 'flat_pass', 'padded_logprobs', 'Critic', 'ReplayBuffer', 'TrainerExtras',
+           'scheduled_weights', 'memory_after', 'prepare_with_extras', 'mean_advantages', 'gather_moments',
+           'load_moments', 'make_accelerator', 'Trainer']
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-imports
 # The trainer: version v + 1 of the weights out of version v and one batch of groups.
@@ -37,7 +37,10 @@ import numpy as np
 import torch
 
 from ..knobs import call_with_ingredients
-from ..models.model import KeptTokens, token_logprobs
+from ..models.fused_logprobs import check_fusible, liger_logprobs
+from ..models.model import KeptTokens, flat_logprobs, token_logprobs
+from ..models.optimizers import load_state, make_optimizer, saved_state
+from ..models.trainer_options import OPTIONS, check_options
 from ..objective.loss import Totals
 from rlbench.objective.objective import (
     Objective,
@@ -50,7 +53,14 @@ from rlbench.objective.objective import (
 from ..records import Group, Rollout, TrainMetrics, stream_key, uniform_numbers
 from .batch import Arrays, Context, Demonstrations, prepare_batch
 from .batch_metrics import MicroMetrics, TokenNotes, TrainedBatch, measure_batch, note_tokens
-from .logprobs import can_share_prefixes, check_packing, compute_again, packed_logprobs, shared_logprobs
+from rlbench.training.logprobs import (
+    can_share_prefixes,
+    check_packing,
+    compute_again,
+    packed_logprobs,
+    set_attention,
+    shared_logprobs,
+)
 from rlbench.training.micro_batches import (
     ALONE,
     Alone,
@@ -365,15 +375,25 @@ def forward_pass(
     """How a model's log-probabilities are computed, (model, tokens, lengths, temperatures, prefixes, sampling masks)
     -> [R, T] twice, and whether prefixes are shared. ValueError for what the model cannot do."""
     if config.packing:
-        check_packing(model)
+        check_packing(model)  # on the CPU still, so with the attention that the model was loaded with
+    set_attention(model, config.attn_implementation)
+    flat = flat_pass(model, config)
     if config.gradient_checkpointing:
         compute_again(model)
     if config.packing:
-        return packed_logprobs, False
+        return partial(packed_logprobs, flat=flat), False
     # On a GPU the mask of the shared pass would rule out the fast kernels.
     if device.type == "cpu" and team.size == 1 and can_share_prefixes(model):
         return partial(shared_logprobs, again=config.gradient_checkpointing), True
-    return padded_logprobs, False
+    return partial(padded_logprobs, flat=flat), False
+
+
+def flat_pass(model: torch.nn.Module, config: TrainerConfig) -> Callable:
+    "The pass over the vocabulary that settings name. ValueError for a model that it does not serve."
+    if config.logprobs == "chunked":
+        return flat_logprobs
+    check_fusible(model)
+    return liger_logprobs
 
 
 def padded_logprobs(
@@ -383,9 +403,10 @@ def padded_logprobs(
     temperatures_R: torch.Tensor,
     prefix_R: torch.Tensor,
     kept: KeptTokens | None,
+    flat: Callable = flat_logprobs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "`token_logprobs`, for any model; it shares no prefixes."
-    return token_logprobs(model, tokens_RT, lengths_R, temperatures_R, kept=kept)
+    return token_logprobs(model, tokens_RT, lengths_R, temperatures_R, kept=kept, flat=flat)
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-beside
 class Critic(Protocol):
@@ -505,7 +526,7 @@ def mean_advantages(arrays: Arrays) -> dict[int, float]:
 
 def gather_moments(trainer: "Trainer") -> dict:
     "The optimizer's state, with the parts of all processes."
-    state = trainer.optimizer.state_dict()
+    state = saved_state(trainer.optimizer)
     whole = {}
     for i, moments in state["state"].items():
         whole[i] = {name: trainer.team.whole(value) for name, value in moments.items()}
@@ -518,7 +539,7 @@ def load_moments(trainer: "Trainer", state: dict) -> None:
     parts = {}
     for i, moments in state["state"].items():
         parts[i] = {name: trainer.team.part(value, trained[i]) for name, value in moments.items()}
-    trainer.optimizer.load_state_dict({**state, "state": parts})
+    load_state(trainer.optimizer, {**state, "state": parts})
 
 
 def make_accelerator(config: TrainerConfig):
@@ -533,7 +554,7 @@ def make_accelerator(config: TrainerConfig):
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-trainer
 # The forward pass is built for these settings.
-FIXED_SETTINGS = {"precision", "device", "gradient_checkpointing", "packing"}
+FIXED_SETTINGS = {"precision", "device", "gradient_checkpointing", "packing", *OPTIONS}
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-trainer-part-2
 class Trainer:
@@ -550,6 +571,7 @@ class Trainer:
         extras: TrainerExtras | None = None,
     ):
         self._accelerator = make_accelerator(config)
+        check_options(config, has_gpu=self._accelerator.device.type == "cuda")
         self.config = config
         self.objective = objective
         self.pad_id = pad_id
@@ -560,7 +582,7 @@ class Trainer:
         compute, self.shares = forward_pass(self.model, config, self._accelerator.device, team)
         self._compute, self.device = team.shard(self.model, compute, self._accelerator.device)
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, fused=True)
+        self.optimizer = make_optimizer(config, trained)
 
     def train(self, groups: Sequence[Group], version: int) -> TrainedBatch:
         "Train on one batch to make `version`. FloatingPointError if a gradient is not finite."

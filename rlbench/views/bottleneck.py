@@ -85,7 +85,7 @@ class WindowFacts:
     generator_waits: float
     trainer_works: float
     trainer_waits: float
-    scoring: float  # share of the time in which a reward is computed
+    scoring: float  # share of the time in which an environment computes rewards; mean over several
     serving: float  # share of the time in which the scorer computes; 0 without one
     queue: float
     room: float  # most groups that may be alive outside training
@@ -330,7 +330,9 @@ def advice_in_words(word: str, f: WindowFacts, s: RunSnapshot) -> str:
     if word == "balanced":
         return "nothing to turn: both work"
     if word == "generation-bound" and beyond_knobs(f):
-        return BEYOND_KNOBS[beyond_knobs(f)]
+        part = beyond_knobs(f)
+        more = f", or a run with environments = {2 * value_in_force(s, 'environments')}" * (part == "environment")
+        return BEYOND_KNOBS[part] + more
     parts = []
     before = ""
     for turn in list_remedies(word, f, s):

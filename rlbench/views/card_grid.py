@@ -16,7 +16,7 @@ __all__ = ['TABLE_ROWS', 'PLOTLY', 'URGENT_WIDTH', 'find_card', 'read_card_chart
 #   * What goes wrong while a card opens is shown in its place.
 # It reads the run folder only when a card is opened.
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..base.charts import Chart, to_svg
@@ -72,7 +72,13 @@ URGENT_WIDTH = 720.0  # pixels for which a card is drawn that takes the whole wi
 class CardGrid:
     "The cards of a panel. `redraw()` draws a frame; it is called when a card is shown or hidden."
 
-    def __init__(self, folder: Path, first: tuple[str, ...], redraw: Callable[[], None]):
+    def __init__(
+        self,
+        folder: Path,
+        first: tuple[str, ...],
+        redraw: Callable[[], None],
+        offered: Collection[str] = tuple(CARDS),
+    ):
         import ipywidgets as w
 
         self.folder = folder
@@ -86,6 +92,8 @@ class CardGrid:
         self.boxes = {}
         self.toggles = {}
         for key, spec in CARDS.items():
+            if key not in offered and key not in first:
+                continue
             self._add_card(key, spec, key in first)
         self.widget = w.Box(list(self.boxes.values())).add_class("rl-cards")
         self.toggle_row = w.HBox(list(self.toggles.values())).add_class("rl-row")

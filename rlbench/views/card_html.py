@@ -6,7 +6,7 @@
 __all__ = ['CARD_STYLE', 'STRIP_STYLE', 'LIGHT', 'NUMBERS', 'LEGEND', 'LINE_POINTS', 'CARD_WIDTH', 'WITH_SUBTITLE',
            'INLINE_STYLE', 'FIGURE', 'WIDTHS', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html',
            'numbers_html', 'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas',
-           'absent_card_html', 'run_card_html', 'has_points', 'chart_heights', 'still_cards_html']
+           'absent_card_html', 'run_card_html', 'limits_of_card', 'has_points', 'chart_heights', 'still_cards_html']
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-imports
 # The frame of the panel as HTML.
@@ -251,7 +251,7 @@ def stack_areas(stack: Stack) -> list[Band]:
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-card
 CARD_WIDTH = 360  # pixels for which a usual card is drawn
 # cards whose charts say more than their names
-WITH_SUBTITLE = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox", "turns")
+WITH_SUBTITLE = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox", "turns", "laws")
 INLINE_STYLE = f"<style>{STYLE}</style>".replace('"', "'")  # in each SVG; a page needs it once
 
 FIGURE = """
@@ -267,6 +267,7 @@ CARD = """
 <div class='rl-face{{ kind }}'>
   {% if titled %}<header><b>{{ title }}</b><span>{{ note }}</span>{{ legend }}</header>{% endif %}
   <div class='rl-plots'>{% for figure in figures %}{{ figure }}{% endfor %}</div>
+  {% for limit in limits %}<p class='rl-soft'>{{ limit }}</p>{% endfor %}
 </div>
 """
 
@@ -307,7 +308,14 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
         note=spec.note(s),
         legend=legend_html(charts[0]) if key == "time" else "",
         figures=_card_figures(key, charts, heights, width or CARD_WIDTH),
+        limits=limits_of_card(key, s.source),
     )
+
+
+def limits_of_card(key: str, source: ForeignSource | None) -> list[str]:
+    "What the figures of a card do not tell of another system's run; empty for a run of ours."
+    notes = source.notes if source else {}
+    return list(dict.fromkeys(notes[name] for name in CARDS[key].shows if name in notes))
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-figures
 def has_points(series) -> bool:

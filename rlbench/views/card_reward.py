@@ -142,6 +142,9 @@ def throughput_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 def cost_note(s: RunSnapshot) -> str:
     "What the run has cost so far; empty if no price is set."
     price = value_in_force(s, "dollars_per_hour")
+    charged = s.recent.get("dollars", ())
+    if len(charged) and math.isfinite(charged[-1]):
+        return f"{charged[-1]:.4g} $ by the price list of the training service"
     if not price:
         return ""
     dollars = price * s.status.seconds / 3600 if s.status else 0.0

@@ -31,7 +31,6 @@ from markupsafe import Markup
 from ..base.chart_parts import GRID, INK, SOFT, css_colour, short_number
 from ..base.charts import Chart
 from ..base.run_charts import numeric_column
-from ..base.status import ENDED
 from ..knobs import unknown_name_error
 from ..loop.digest import compare_traces, read_trace
 from rlbench.views.compared_runs import (
@@ -164,7 +163,7 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
     first = ends[0].run
     differences = [_rate_in_words(end.difference, end.difference_se, "+") for end in ends[1:]]
     rows = [
-        ("state", [f"{end.state}, version {end.versions}" for end in ends]),
+        ("state", [f"{end.state}, version {end.versions}" if end.versions else end.state for end in ends]),
         ("held-out, start", [_rate_in_words(end.solve_rate_start, end.solve_rate_start_se) for end in ends]),
         ("held-out, end", [_rate_in_words(end.solve_rate_end, end.solve_rate_end_se) for end in ends]),
         (f"against {first}", [UNKNOWN, *differences]),
@@ -257,9 +256,7 @@ def _command_in_words(row: Mapping) -> str:
 # %% ../../nbs/views/62_comparison.ipynb #compare-cautions
 def list_cautions(runs: Sequence[ComparedRun]) -> list[str]:
     "What must not be concluded, in sentences."
-    cautions = [
-        f"{run.name} is {run.state}: its figures are those up to now." for run in runs if run.state not in ENDED
-    ]
+    cautions = [f"{run.name} {run.goes_on}: its figures are those up to now." for run in runs if run.goes_on]
     exams = {run.name: exam_of(run.data) for run in runs}
     cautions += [f"{name} has no held-out evaluation." for name, exam in exams.items() if exam is None]
     examined = [run for run in runs if exams[run.name]]

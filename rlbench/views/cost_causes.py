@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MUCH_FILTERED', 'CUT', 'BIASED', 'WEAK', 'FAILING', 'FEW_BATCHES', 'CostCause', 'cost_causes', 'mean_of_window',
            'failing_scorings', 'filtered_groups', 'stale_rollouts', 'biased_drops', 'cut_responses', 'weak_batches',
-           'neighbours_cause', 'doubtful_verdict']
+           'host_causes', 'neighbours_cause', 'doubtful_verdict']
 
 # %% ../../nbs/views/88_cost_causes.ipynb #cost-causes-imports
 # What else costs a run.
@@ -23,7 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base.neighbours import neighbours_in_words
+from ..base.status import ENDED
 from ..loop.balance import percent
+from ..runtime.host_status import describe_lost_host_status, describe_slow_host, lost_hosts, slow_hosts
 from ..runtime.live_view import RunSnapshot, value_in_force
 from .bottleneck import STALE, WAITS, WindowFacts, describe_turn, setting_in_words, window_rows
 
@@ -47,7 +49,7 @@ class CostCause:
 
 def cost_causes(s: RunSnapshot, f: WindowFacts, limit: str) -> tuple[CostCause, ...]:
     "What else costs in a run, the gravest first. `limit`: what limits the run, which is not repeated."
-    causes = [failing_scorings(s)]
+    causes = [*host_causes(s), failing_scorings(s)]
     causes.append(filtered_groups(s, f, limit))
     causes.append(stale_rollouts(s, f, limit))
     causes.append(biased_drops(s))
@@ -135,6 +137,15 @@ def weak_batches(s: RunSnapshot) -> CostCause | None:
     text = f"The batches are worth {percent(effective)} of their size (effective sample size): lower staleness "
     text += f"({staleness}), or correct more."
     return CostCause("off-policy", text, ("staleness", "correction"))
+
+
+def host_causes(s: RunSnapshot) -> list[CostCause]:
+    "Hosts that are lost, and hosts that decode clearly slower than the others; none for a run that has ended."
+    if s.status is None or s.state in (*ENDED, "dead"):
+        return []
+    lost = [CostCause("lost host", describe_lost_host_status(host)) for host in lost_hosts(s.status.hosts)]
+    slow = [CostCause("slow host", describe_slow_host(found)) for found in slow_hosts(s.status.hosts)]
+    return lost + slow
 
 
 def neighbours_cause(s: RunSnapshot) -> CostCause | None:

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['AT_ONCE', 'NARROW', 'FOREIGN', 'WIDE', 'AS_THEY_ARE', 'VERSIONS', 'scan_rows', 'select_present', 'response_order',
-           'exported_step', 'exported_responses', 'is_uncounted', 'newest_of', 'has_rollouts', 'response_of_row',
-           'named_parts']
+           'exported_step', 'exported_responses', 'newest_of', 'has_rollouts', 'response_of_row', 'named_parts']
 
 # %% ../../nbs/views/81_exported_responses.ipynb #exported-responses-imports
 # The responses of a run, as they are exported.
 #
-# Owns: which rows are exported, in which order, and how a row of `rollouts` and one of `tokens` become a `ForeignResponse`.
+# Owns: which rows are exported, in which order, and how a row of `rollouts` and one of `tokens` become a
+# `ForeignResponse`.
 #
 # What always holds:
 #   * Each rollout comes once, with its newest attempt.
@@ -106,7 +106,6 @@ def exported_responses(run: "str | Path | RunReader") -> Iterator[ForeignRespons
 
     reader = reader_of(run)
     order = response_order(reader)
-    is_opened = read_source(reader.folder) is not None
     rollouts, tokens = scan_rows(reader, "rollouts"), scan_rows(reader, "tokens")
     token_names = ("rollout", "advantage", *TOKEN_COLUMNS.values())
     for start in range(0, len(order), AT_ONCE):
@@ -119,15 +118,7 @@ def exported_responses(run: "str | Path | RunReader") -> Iterator[ForeignRespons
         if with_tokens is not None:
             joined = joined.join(with_tokens, on="rollout", how="left", maintain_order="left", suffix="_of_tokens")
         for row in joined.iter_rows(named=True):
-            if is_opened and is_uncounted(row):
-                row["length"] = None
             yield response_of_row(row)
-
-
-def is_uncounted(row: Mapping) -> bool:
-    "True for a failed response of which no token is there: some systems write a length of 0 for it."
-    has_failed = bool(row.get("message")) or row.get("fate") == "environment_error"
-    return has_failed and row.get("length") == 0 and not row.get(TOKEN_COLUMNS["tokens"])
 
 
 def newest_of(rows: "pl.LazyFrame") -> "pl.DataFrame":

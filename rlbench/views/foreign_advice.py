@@ -71,6 +71,8 @@ def find_no_signal(source: ForeignSource, steps: "pl.DataFrame") -> ForeignFindi
     way = "harder" if (passed or 0) >= (failed or 0) else "easier"
     advice = f"{with_setting(source, 'more responses to a task', 'group')}, or {way} tasks"
     text = f"{percent(share)} of the groups gave no signal{parts}. What helps: {advice}."
+    limit = source.notes.get("steps.no_signal") or source.notes.get("steps.all_pass")
+    text += f" Note: {limit}." if limit else ""
     return ForeignFinding("filter", text, share, {"no_signal": share}, ("group", "band"))
 
 

@@ -88,6 +88,7 @@ class StoredBatch:
     logged: LoggedStep = LoggedStep()
     policy: str = ""  # whose log-probabilities were computed anew, empty if nobody's
     system: str = ""  # of another system that made the run, empty for a run of ours
+    named_loss: str = ""  # the loss that the settings of that system name, in words; empty where they name none
 
     @property
     def folder(self) -> Path:
@@ -260,12 +261,13 @@ def read_batch(folder: str | Path | RunReader, rollout: int, attempt: int | None
         raise ValueError(
             f"rollout: {rollout} ended as {row['fate']!r} without a token; there is nothing to put a loss on"
         )
-    system = "" if source is None else source.system
+    system, named_loss = ("", "") if source is None else (source.system, source.loss)
+    theirs = {"system": system, "named_loss": named_loss}
     if version > 0:
         settings = settings_at(reader, version)
         logged = read_logged_step(reader, version)
-        return StoredBatch(reader, "trained", version, rollouts, settings, logged, system=system)
-    return StoredBatch(reader, "ended", version, rollouts, reader.settings, system=system)
+        return StoredBatch(reader, "trained", version, rollouts, settings, logged, **theirs)
+    return StoredBatch(reader, "ended", version, rollouts, reader.settings, **theirs)
 
 
 def _evaluation_refused(rollout: int, rows: "pl.DataFrame") -> str:

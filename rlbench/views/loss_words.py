@@ -220,9 +220,7 @@ def notes_on(terms: RolloutTerms) -> list[str]:
     "What on the card is not as it was in training."
     notes = _notes_on_logprobs(terms)
     if terms.batch.system:
-        notes.append(
-            f"What is not swapped of the objective is the default here: the loss of {terms.batch.system} is not known."
-        )
+        notes.append(_note_on_loss(terms))
     logged = terms.batch.logged
     if logged.replayed_rollouts:
         notes.append(
@@ -243,6 +241,14 @@ def notes_on(terms: RolloutTerms) -> list[str]:
     if refused:
         notes.append(f"A run refuses this objective: {refused}.")
     return notes
+
+
+def _note_on_loss(terms: RolloutTerms) -> str:
+    "Whose loss the card of another system's run shows."
+    batch = terms.batch
+    if batch.named_loss:
+        return f"The loss is that of the settings of {batch.system}: {batch.named_loss}."
+    return f"What is not swapped of the objective is the default here: the loss of {batch.system} is not known."
 
 
 def _notes_on_logprobs(terms: RolloutTerms) -> list[str]:

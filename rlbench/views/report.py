@@ -30,6 +30,7 @@ from markupsafe import Markup
 
 from ..base.chart_parts import short_number
 from ..base.run_charts import command_marks
+from ..loop.config_notes import draw_in_words
 from ..runtime.run_reader import RunReader
 from ..sandbox.verdict import Reading
 from .html import UNKNOWN, fill_template, format_duration, join_html
@@ -233,6 +234,8 @@ def _provenance_facts(data: RunData) -> dict[str, str]:
             facts[name] = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     if "seed" in data.config:
         facts["seed"] = str(data.config["seed"])
+    if data.config.get("generator") == "vllm":
+        facts["draw"] = draw_in_words(data.config)
     if data.status and data.status.host:
         facts["host"] = data.status.host
     return facts

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'MOST_TOKENS', 'LEGEND', 'STRIP', 'TAKEN_OVER', 'EPISODE_TURN', 'PALETTE', 'ROLLOUT_STYLE', 'HEAT_SHARES',
-           'FRAMED', 'ROLLOUT', 'VERDICT_SIGNS', 'PROMPT', 'NO_TOKENS', 'RESPONSE', 'PLAIN_TEXT', 'CUT_REASONS',
-           'TWO_ROLLOUTS', 'tint_levels', 'format_logprob', 'heat_legend', 'heat_strip', 'heat_in_words',
-           'episode_html', 'rollout_style', 'framed_rollout', 'rollout_card_html', 'prompt_html', 'rollout_facts',
-           'two_rollouts_html']
+           'FRAMED', 'ROLLOUT', 'VERDICT_SIGNS', 'PROMPT', 'NO_TOKENS', 'RESPONSE', 'PLAIN_TEXT', 'BRANCHES',
+           'CUT_REASONS', 'TWO_ROLLOUTS', 'tint_levels', 'format_logprob', 'heat_legend', 'heat_strip', 'heat_in_words',
+           'episode_html', 'rollout_style', 'framed_rollout', 'rollout_card_html', 'prompt_html', 'branches_html',
+           'rollout_facts', 'two_rollouts_html']
 
 # %% ../../nbs/views/52_rollout_html.ipynb #rollout-html-imports
 # A rollout as HTML.
@@ -37,6 +37,7 @@ from .program_tests import failed_tests_html
 from rlbench.views.rollout_record import (
     RolloutRecord,
     Turn,
+    count_branches,
     ending_in_words,
     staleness_in_words,
     turn_in_words,
@@ -286,6 +287,7 @@ ROLLOUT = """
   {% if r.message %}<p class="no">{{ r.message.partition("\\n")[0] }}</p>{% endif %}
   {{ prompt }}
   {{ response }}
+  {{ branches }}
   <h4>{{ answer_title }}</h4>
   <pre>{{ answer }}</pre>
   {{ tests }}
@@ -305,6 +307,7 @@ def rollout_card_html(
     shown["head"] = list(filter(None, head))
     shown["prompt"] = prompt_html(r, decode)
     shown["response"] = _response_html(r, decode, most, has_legend)
+    shown["branches"] = branches_html(r)
     shown["answer_title"] = "Tests" if code_task_of(r.answer) else "Right answer"
     shown["answer"] = answer_in_words(r.answer, 6)
     shown["tests"] = failed_tests_html(r.tests, 20) if r.tests else ""
@@ -372,6 +375,26 @@ def _response_html(r: RolloutRecord, decode: Decoder | None, most: int | None, h
     )
 
 
+BRANCHES = """
+<h4>Other branches of the episode</h4>
+{% for number, plain in branches %}
+<details><summary>branch {{ number + 1 }} of {{ count }}</summary>{{ plain }}</details>
+{% endfor %}
+"""
+
+
+def branches_html(r: RolloutRecord) -> Markup:
+    "The branches of an episode besides the one that is shown, each folded; empty without any."
+    if not r.other_branches:
+        return Markup()
+    branches = []
+    for number, (prompt, *said) in r.other_branches:
+        parts = [("prompt", prompt)]
+        parts += [("environment" if i % 2 else "policy", words) for i, words in enumerate(said)]
+        branches.append((number, fill_template(PLAIN_TEXT, parts=parts)))
+    return fill_template(BRANCHES, branches=branches, count=count_branches(r))
+
+
 def _plain_text(r: RolloutRecord) -> Markup:
     "The response as text; of an episode everything, with who wrote it."
     parts = [("", r.text)] if r.text else []
@@ -387,18 +410,20 @@ def rollout_facts(r: RolloutRecord) -> dict[str, str]:
     "What else is known of a rollout, by name; empty where nothing is."
     facts = {"reward parts": ", ".join(f"{name} {short_number(value)}" for name, value in r.parts)}
     facts["advantage"] = "" if r.advantage is None else short_number(r.advantage)
-    facts["tokens"] = f"{r.length:,}{CUT_REASONS.get(r.reason, '')}"
+    facts["tokens"] = "" if "length" in r.unrecorded else f"{r.length:,}{CUT_REASONS.get(r.reason, '')}"
+    facts["branches"] = f"{count_branches(r)}, of which this is the last" if r.other_branches else ""
     facts["turns"] = str(r.turns) if r.turns > 1 else ""
     has_logprobs = np.isfinite(r.logprobs).any()
     facts["mean log-prob"] = format_logprob(float(np.nanmean(r.logprobs))) if has_logprobs else ""
-    facts["temperature"] = f"{r.temperature:g}"
-    facts["level"] = str(r.level)
+    facts["temperature"] = "" if "temperature" in r.unrecorded else f"{r.temperature:g}"
+    facts["level"] = "" if "level" in r.unrecorded else str(r.level)
     facts["task"] = r.task
     facts["set"] = r.set
     facts["group"] = str(r.group) if r.group >= 0 else ""
     facts["rollout"] = f"{r.rollout}, attempt {r.attempt}" if r.attempt else str(r.rollout)
     facts["earlier attempts"] = ", ".join(f"{each.attempt} {each.fate.replace('_', ' ')}" for each in r.earlier)
     facts["generated in"] = _generation_time(r.seconds)
+    facts["generated on"] = r.host
     return facts
 
 

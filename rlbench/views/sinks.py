@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_DRAWN', 'NUMBERS', 'COLUMNS', 'PROJECT', 'SINKS', 'number_columns', 'SinkPoint', 'sink_points', 'command_note',
            'flatten_table', 'ExportedRun', 'read_exported_run', 'Sink', 'TensorBoard', 'Wandb', 'Trackio',
-           'ExportResult', 'is_over', 'writes_by_itself', 'export_run', 'start_sinks', 'main']
+           'ExportResult', 'is_over', 'writes_by_itself', 'check_has_place', 'export_run', 'start_sinks', 'main']
 
 # %% ../../nbs/views/28_sinks.ipynb #sinks-imports
 # A run's numbers in a tracker.
@@ -131,15 +131,19 @@ def read_exported_run(folder: str | Path) -> ExportedRun:
     written_ns = path.stat().st_mtime_ns
     settings = flatten_table(hide_secrets(tomllib.loads(path.read_text(encoding="utf-8"))))
     settings.pop("webhook", None)  # whoever has the address can write there
-    digest = sha256(f"{folder.name} {written_ns}".encode()).hexdigest()
     source = read_source(folder)
-    began = source.began if source else None
-    return ExportedRun(folder, f"{folder.name}-{digest[:8]}", began or written_ns / 1e9, settings)
+    made = (
+        written_ns if source is None else source.path
+    )  # the configuration of an opened run is written again and again
+    digest = sha256(f"{folder.name} {made}".encode()).hexdigest()
+    began = written_ns / 1e9 if source is None else source.began or source.first_written
+    return ExportedRun(folder, f"{folder.name}-{digest[:8]}", began, settings)
 
 # %% ../../nbs/views/28_sinks.ipynb #sinks-protocol
 class Sink(Protocol):
-    "An open place for a run's numbers. `look`: the command that shows them."
+    "An open place for a run's numbers. `place`: the folder that holds them; `look`: the command that shows them."
 
+    place: Path
     look: str
 
     def write(self, points: Iterable[SinkPoint]) -> None:
@@ -159,6 +163,7 @@ class TensorBoard:
 
         folder = out / exported.name if out else exported.folder / "tensorboard"
         self.born = exported.born
+        self.place = folder
         self.look = f"tensorboard --logdir {out or exported.folder.parent}"
         for before in folder.glob("events.out.tfevents.*.rlbench"):
             before.unlink()
@@ -205,6 +210,7 @@ class Wandb:
         place.mkdir(parents=True, exist_ok=True)
         for before in (place / "wandb").glob(f"offline-run-*-{exported.id}"):
             shutil.rmtree(before)
+        self.place = place / "wandb"
         self.look = f"wandb leet {place / 'wandb'}"
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
         self.run = wandb.init(
@@ -240,11 +246,13 @@ class Trackio:
 
     def __init__(self, exported: ExportedRun, out: Path | None):
         import trackio
+        from trackio.utils import TRACKIO_DIR
 
         if out:
             raise ValueError(
                 "trackio: keeps all runs in one store; leave the folder out, or set TRACKIO_DIR to another store"
             )
+        self.place = Path(TRACKIO_DIR)
         self.look = f"trackio show --project {PROJECT}"
         with redirect_stdout(StringIO()):
             try:
@@ -290,6 +298,7 @@ class ExportResult:
     "How many rows of each table were exported, and the command that shows them."
 
     rows: dict[str, int]
+    place: Path
     look: str
 
 
@@ -312,12 +321,25 @@ def writes_by_itself(folder: str | Path, to: str) -> bool:
     return to in json.loads(read_exported_run(folder).settings.get("sinks", "[]")) and not is_over(folder)
 
 
+def check_has_place(folder: str | Path, to: str, out: str | Path | None) -> None:
+    "ValueError for another system's run that is exported without a folder: its own folder here is a cache."
+    source = read_source(folder)
+    if source is None or out is not None or SINKS[to] is Trackio:  # trackio has a store of its own
+        return
+    raise ValueError(
+        f"folder: {Path(folder).name!r} was made by {source.system} and is only read; name the folder for {to}, "
+        f"for example: rlbench export {source.path} {to}-of-{Path(folder).name} --to {to}"
+    )
+
+
 def export_run(
     folder: str | Path, to: str, out: str | Path | None = None, follow: bool = False, pid: int = 0, every: float = 0.5
 ) -> ExportResult:
     """Hand the rows of a run to a sink. `follow`: until the run has ended, looking every so many seconds.
-    Raises ValueError for an unknown sink or a missing library, FileNotFoundError if there is no run."""
+    Raises ValueError for an unknown sink, a missing library, or another system's run without a folder,
+    FileNotFoundError if there is no run."""
     check_sinks([to])
+    check_has_place(folder, to, out)
     reader = Follower(folder, COLUMNS)
     rows = dict.fromkeys(COLUMNS, 0)
     sink = SINKS[to](read_exported_run(folder), Path(out).resolve() if out else None)
@@ -328,7 +350,7 @@ def export_run(
             sink.write(sink_points(fresh))
             rows = {table: rows[table] + len(fresh[table]) for table in rows}
             if last:
-                return ExportResult(rows, sink.look)
+                return ExportResult(rows, sink.place, sink.look)
             time.sleep(every)
     finally:
         sink.close()

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LIMIT_SENTENCES', 'IN_WAVES', 'FACT_FIGURES', 'STATE_SENTENCES', 'ALL_FILTERED', 'BATCHES_WAITED', 'Why',
            'rate_limit', 'rate_figures', 'remedy_sentence', 'balancing_sentence', 'evaluated_in_words',
-           'explain_opened', 'explain', 'explain_rate', 'explain_not_learning', 'explain_all_filtered', 'why',
-           'end_sentences']
+           'explain_opened', 'explain_client', 'explain', 'explain_rate', 'explain_not_learning',
+           'explain_all_filtered', 'why', 'end_sentences']
 
 # %% ../../nbs/views/90_why.ipynb #why-imports
 # Why a run is not faster, or does not learn.
@@ -45,7 +45,15 @@ from rlbench.views.bottleneck import (
     window_facts,
     window_rows,
 )
-from .cost_causes import CostCause, cost_causes, neighbours_cause
+from rlbench.views.client_loop import (
+    LIMITS,
+    REMEDIES,
+    client_shares,
+    restart_in_words,
+    shares_in_words,
+    untrained_in_words,
+)
+from .cost_causes import CostCause, cost_causes, host_causes, neighbours_cause
 from .foreign_advice import figures_in_words, foreign_findings
 from .light import RATE_WORDS, Light, run_light
 
@@ -189,6 +197,7 @@ STATE_SENTENCES = {
     "starting": "is starting",
     "silent": "has fallen silent",
     "paused": "is paused",
+    "degraded": "goes on without a host",
     "finished": "has finished",
     "stopped": "was stopped",
     "failed": "has failed",
@@ -225,24 +234,52 @@ def explain_opened(folder: Path, source: ForeignSource) -> Why:
     rest = tuple(CostCause(finding.limit, finding.text) for finding in findings[1:])
     return Why(folder.name, first.limit, f"{about} {first.text}", None, first.figures, first.knobs, rest)
 
+# %% ../../nbs/views/90_why.ipynb #why-explain-client
+def explain_client(s: RunSnapshot) -> Why:
+    "What limits a client's loop at the training service, and what its program can do."
+    owner = f"{s.name} is the loop of {s.owner.tenant}, a client of the service {s.owner.service}"
+    ended = f" It has ended: {run_light(s).reason}; {restart_in_words(s.owner)}." if s.state in (*ENDED, "dead") else ""
+    shares = client_shares(s)
+    if shares is None:
+        sampled = s.status.tokens if s.status else 0
+        text = f"{owner}. It has made no optimizer step yet, and sampled {sampled:,} tokens.{ended}"
+        return Why(s.name, "starting", text)
+    figures = {"training": shares.training, "sampling": shares.sampling, "elsewhere": shares.elsewhere}
+    first, last = shares.versions
+    learning = diagnose(course_of(s))
+    sentences = [
+        f"{owner}.{ended}",
+        f"{learning.verdict.capitalize()}: {learning.reason}." if learning.verdict in NOT_LEARNING else "",
+        f"{LIMITS[shares.limit]}: over its steps {first} to {last} ({shares.seconds:.0f} s), {shares_in_words(shares)}.",
+        f"What helps: {REMEDIES[shares.limit]}.",
+        untrained_in_words(s),
+    ]
+    return Why(
+        s.name, shares.limit, " ".join(filter(None, sentences)), shares.versions, figures, (), _machine_causes(s)
+    )
+
 
 def explain(s: RunSnapshot) -> Why:
     "What limits the run of a snapshot."
+    if s.owner:
+        return explain_client(s)
     light = run_light(s)
     learning = diagnose(course_of(s))
-    if light.word in NOT_LEARNING:
+    is_degraded = light.word == "degraded"  # the lost host is a cause among others
+    if learning.verdict in NOT_LEARNING and (is_degraded or light.word in NOT_LEARNING):
         return explain_not_learning(s, learning)
-    if light.word in (*RATE_WORDS, "starting"):
+    if is_degraded or light.word in (*RATE_WORDS, "starting"):
         filtered = explain_all_filtered(s)
         if filtered:
             return filtered
-    if light.word in RATE_WORDS:
-        return explain_rate(s, window_facts(s), learning)
+    facts = window_facts(s) if is_degraded or light.word in RATE_WORDS else None
+    if facts:
+        return explain_rate(s, facts, learning)
     state = _state_word(s, light)
     text = f"{s.name} {STATE_SENTENCES[state]}: {end_sentences(s, light, learning)}"
-    return Why(s.name, state, text, besides=_neighbours(s))
+    return Why(s.name, state, text, besides=_machine_causes(s))
 
-
+# %% ../../nbs/views/90_why.ipynb #why-explain-state
 def _state_word(s: RunSnapshot, light: Light) -> str:
     "The state of a run that no batch can be judged of."
     if s.state == "dead":
@@ -250,9 +287,9 @@ def _state_word(s: RunSnapshot, light: Light) -> str:
     return "silent" if light.word == "stale" else light.word
 
 
-def _neighbours(s: RunSnapshot) -> tuple[CostCause, ...]:
-    cause = neighbours_cause(s)
-    return (cause,) if cause else ()
+def _machine_causes(s: RunSnapshot) -> tuple[CostCause, ...]:
+    "Hosts that are lost or slow, and what else uses the machine."
+    return tuple(filter(None, [*host_causes(s), neighbours_cause(s)]))
 
 # %% ../../nbs/views/90_why.ipynb #why-explain-rate
 def explain_rate(s: RunSnapshot, f: WindowFacts, learning: Diagnosis) -> Why:
@@ -286,7 +323,7 @@ def explain_not_learning(s: RunSnapshot, learning: Diagnosis) -> Why:
     f = window_facts(s)
     versions = s.steps["version"]
     span = (int(versions[0]), int(versions[-1]))
-    causes = _neighbours(s)
+    causes = _machine_causes(s)
     if not f:
         return Why(s.name, learning.verdict, learning.text, span, {}, learning.knobs, causes)
     rate = CostCause("rate", f"Its rate: {balance_reason(judge_balance(f), f)}.")

@@ -34,6 +34,7 @@ import psutil
 from ..base.run_files import FAULTS
 from ..base.status import ENDED, is_alive, state_of
 from ..knobs import unknown_name_error
+from ..runtime.hosts import SLOW_LINK_SECONDS
 from ..sandbox.types import Fault
 from ..views.html import set_html
 from rlbench.workbench.drill_faults import (
@@ -47,16 +48,24 @@ from rlbench.workbench.drill_faults import (
     fill_disk,
     half_edit,
     hold_starts,
+    host_used_again,
+    keep_host,
     kill_controller,
     kill_zygote,
+    lose_host,
     mend_publish,
+    others_went_on,
     published_again,
     quota_met,
     quota_over,
     refuse_processes,
+    restore_link,
+    slow_link,
     starts_were_slow,
     stop_worker,
     whole_again,
+    why_no_other_host,
+    why_no_slow_link,
     worker_hung,
     zygote_replaced,
 )
@@ -165,6 +174,26 @@ _ALL = (
         worker_hung,
         wake_stopped,
         wall=True,
+    ),
+    Drill(
+        "slow-link",
+        f"new weights come {SLOW_LINK_SECONDS:g} s late to one host",
+        "the other generators load them in time and the run goes on; nothing is lost",
+        30,
+        why_no_slow_link,
+        slow_link,
+        others_went_on,
+        restore_link,
+    ),
+    Drill(
+        "lost-host",
+        "a host without the trainer is lost, with all workers on it",
+        "one event names it; its work is sent again; its actors start where there is room, and are used",
+        60,
+        why_no_other_host,
+        lose_host,
+        host_used_again,
+        keep_host,
     ),
 )
 

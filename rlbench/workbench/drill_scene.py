@@ -7,8 +7,8 @@ __all__ = ['KEPT', 'POOLED', 'START_REMEDIES', 'SECONDS_OF_UNKNOWN_VERSION', 'AG
            'scene_of', 'check_is_running', 'note_marks', 'newest_row', 'rows_since', 'log_since', 'line_with',
            'seconds_per_version', 'controller_of', 'pool_status', 'workers_of', 'zygote_of', 'why_not_sandboxed',
            'work_was_answered', 'scores_by_machine', 'ended_by_machine', 'changed_workers', 'same_environment',
-           'broken_books', 'wrongly_trained', 'unjust_fates', 'imperfect_verdicts', 'describe_change', 'stop_tree',
-           'wake_stopped', 'wait_until_busy', 'do_nothing']
+           'environment_processes', 'broken_books', 'wrongly_trained', 'unjust_fates', 'imperfect_verdicts',
+           'describe_change', 'stop_tree', 'wake_stopped', 'wait_until_busy', 'do_nothing']
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-imports
 # The run that a drill strikes.
@@ -39,6 +39,7 @@ from ..base.status import ENDED, Status, is_alive, read_status, state_of
 from ..environments.judging_pool import Owned
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions, read_config
+from ..runtime.actors import kind_of
 from ..runtime.environment_worker import asks_for_pool, pool_of
 from ..runtime.steer import in_force
 from ..sandbox.pool import PoolClient
@@ -117,7 +118,7 @@ class Scene:
     rows: dict[str, int] = field(default_factory=dict)
     logged: int = 0
     controller: int = 0
-    environment: int = 0
+    environments: dict[str, int] = field(default_factory=dict)  # process of each environment before the blow
     struck: list[psutil.Process] = field(default_factory=list)
     stopped: list[psutil.Process] = field(default_factory=list)
     limited: tuple[int, int] | None = None  # the controller's limit before the blow
@@ -177,7 +178,7 @@ def note_marks(scene: Scene) -> None:
     status = scene.status
     scene.began = time.time()
     scene.version = status.version
-    scene.environment = status.workers.get("environment", 0)
+    scene.environments = environment_processes(status)
 
 
 def newest_row(folder: Path, table: str) -> int:
@@ -258,7 +259,7 @@ def why_not_sandboxed(scene: Scene) -> str:
         return (
             f'its pool is of the tier "{status.tier}", which has no processes here; drill a run with sandbox.tier = ""'
         )
-    others = status.clients - 2  # the run's environment and this connection are clients, too
+    others = status.clients - scene.config.environments - 1  # the run's own, and this connection
     if others > 0:
         return (
             f"its pool serves {others} others, and the drill would strike them as well; start the run with a pool of "
@@ -306,9 +307,16 @@ def changed_workers(scene: Scene, why: str = "") -> list[Sign]:
 
 
 def same_environment(scene: Scene) -> Sign:
-    "The sign that the environment's process is still the one from before the blow."
-    now = scene.status.workers.get("environment", 0)
-    return Sign(f"the environment is the same process ({now})", now == scene.environment)
+    "The sign that the environments' processes are still those from before the blow."
+    now = environment_processes(scene.status)
+    processes = ", ".join(map(str, now.values()))
+    words = "the environments are the same processes" if len(now) > 1 else "the environment is the same process"
+    return Sign(f"{words} ({processes or 0})", now == scene.environments)
+
+
+def environment_processes(status: Status) -> dict[str, int]:
+    "The process of each environment of a run, by name."
+    return {name: pid for name, pid in status.workers.items() if kind_of(name) == "environment"}
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-sound
 AGAIN = 24  # at most so many programs are judged once more

@@ -104,7 +104,7 @@ def load_fork_point(folder: Path, at: int | Literal["best"] | None, functions: M
     return load_checkpoint(find_checkpoint(folder, at), functions)
 
 # %% ../../nbs/workbench/05_fork.ipynb #fork-branch
-FIXED = ("model", "lora", "generator", "clock")  # a checkpoint is tied to these
+FIXED = ("model", "lora", "generator", "clock", "optimizer")  # a checkpoint is tied to these
 
 
 @dataclass(frozen=True, eq=False)

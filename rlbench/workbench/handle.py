@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['EXAMPLE', 'REPORT_SECONDS', 'run', 'start_with_notes', 'existing_run', 'show_notes', 'attach', 'newest_run',
            'example_run', 'set_knobs', 'send_knob', 'field_decorator', 'rescore_stored', 'stop_run', 'explain_limit',
-           'open_panel', 'show_run', 'draw_card', 'read_card', 'browse_rollouts', 'find_rollout', 'make_loss_cards',
-           'rank_pairs', 'predict_knobs', 'read_predictions', 'explore_knobs', 'read_checkpoints',
+           'open_panel', 'show_run', 'draw_card', 'read_hosts', 'read_card', 'browse_rollouts', 'find_rollout',
+           'make_loss_cards', 'rank_pairs', 'predict_knobs', 'read_predictions', 'explore_knobs', 'read_checkpoints',
            'find_best_checkpoint', 'resume_run', 'save_settings', 'apply_settings', 'Replay', 'replay_run', 'fork_run',
            'read_versions', 'write_steering', 'hold_drills', 'open_drills', 'wait', 'until', 'ending', 'has_ended',
            'has_reached', 'is_leaving', 'leaving_seconds', 'Run']
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..base.commands import send_command
 from ..base.labels import Labels, change_tags, checked_labels, read_labels, write_labels
+from ..base.lease import lease_of, lease_to_hand_on, run_state
 from ..base.ledger_reading import count_rows, read_table
 from ..base.refusals import refuses_in_one_line
 from ..base.runs_folder import find_run_folder, find_runs_folder, is_run_folder, list_run_folders, shown_path
@@ -45,8 +46,8 @@ from rlbench.base.status import (
     Status,
     is_alive,
     read_status,
-    state_of,
 )
+from ..base.tenants import refuse_for_tenant
 from ..knobs import unknown_name_error
 from ..loop.commands import check_ramp
 from ..loop.config import RunConfig
@@ -74,6 +75,7 @@ from rlbench.workbench.starting import (
     neighbour_notes,
     next_restart,
     start_process,
+    start_with_lease,
     warn_changed_inputs,
 )
 
@@ -248,8 +250,9 @@ def stop_run(run: "Run", author: str = "") -> str:
 
     if run.state != "dead":
         return send_request(run.folder, "stop", author=author)
-    close_books(run.folder, f"its processes were killed; closed by {author or current_user()}")
-    clear_weights(run.folder)
+    with lease_of(run.folder):
+        close_books(run.folder, f"its processes were killed; closed by {author or current_user()}")
+        clear_weights(run.folder)
     return ""
 
 # %% ../../nbs/workbench/12_handle.ipynb #run-seeing
@@ -288,6 +291,15 @@ def draw_card(run: "Run", card: str):
     from rlbench.views.card_grid import read_card_charts
 
     return to_plotly(read_card_charts(run.folder, card)[0])
+
+
+def read_hosts(run: "Run") -> "pl.DataFrame":
+    "A row for each actor on each host, with the version of its weights and its pace; empty for a run on one machine."
+    import polars as pl
+
+    from rlbench.runtime.host_status import HOST_COLUMNS, host_rows
+
+    return pl.DataFrame(host_rows(run.status), schema=HOST_COLUMNS)
 
 
 def read_card(run: "Run", card: str) -> "pl.DataFrame":
@@ -335,6 +347,7 @@ def predict_knobs(run: "Run", table: Mapping[str, object] | None = None, **knobs
     from rlbench.planning.predict import predict_run
     from rlbench.runtime.forecasts import keep_forecast
 
+    refuse_for_tenant(run.folder, "predict")
     found = predict_run(fit_run(run.folder), table, folder=run.folder, **knobs)
     keep_forecast(run.folder, found)
     return found
@@ -375,13 +388,18 @@ def find_best_checkpoint(run: "Run") -> "Manifest":
 def resume_run(run: "Run", table: Mapping[str, object] | None = None, *, author: str = "", **knobs) -> "Run":
     """Resume a run that has ended, or whose process is gone, from its newest checkpoint, with some live knobs changed
     (`steps=120`). Returns at once. ValueError if the run is live, has no checkpoint, or has no budget left."""
+    refuse_for_tenant(run.folder, "resume")
     asked = {**(table or {}), **knobs}
     warn_changed_inputs(run.folder)
     show_notes(check_resumable(run.folder, asked))
-    end_leftovers(run.folder)
-    for knob, value in asked.items():
-        send_knob(run.folder, knob, value, author=author)
-    start_process(run.folder, next_restart(run.folder))
+    restart = next_restart(run.folder)
+    with lease_to_hand_on(
+        run.folder, restart
+    ) as lease:  # before anything is ended or written: somebody else may resume
+        end_leftovers(run.folder)
+        for knob, value in asked.items():
+            send_knob(run.folder, knob, value, author=author)
+        start_with_lease(run.folder, restart, lease)
     return run
 
 
@@ -445,6 +463,7 @@ def fork_run(run: "Run", at: int | Literal["best"] | None = None, name: str = ""
     ValueError for a version without a checkpoint, which lists the others, and for a refused knob."""
     from rlbench.workbench.fork import prepare_fork
 
+    refuse_for_tenant(run.folder, "fork")
     warn_changed_inputs(run.folder)
     taken = take_tried_functions(run.folder, knobs)
     child = prepare_fork(run.folder, name or free_name(run.folder.parent, run.name), at, taken)
@@ -587,7 +606,7 @@ class Run:
     @property
     def state(self) -> str:
         "starting, running, paused, finished, stopped, failed or dead."
-        return state_of(self.status)
+        return run_state(self.folder, self.status)
 
     @property
     def family(self) -> Family | None:
@@ -604,6 +623,7 @@ class Run:
     groups = property(lambda self: self.table("groups"), doc="A row per training group.")
     evals = property(lambda self: self.table("evals"), doc="A row per finished evaluation.")
     commands = property(lambda self: self.table("commands"), doc="A row per command, with its author and outcome.")
+    hosts = property(read_hosts, doc=read_hosts.__doc__)
 
     # commands
     set = set_knobs
@@ -627,10 +647,12 @@ class Run:
 
     def eval(self, author: str = "") -> str:
         "Evaluate now."
+        refuse_for_tenant(self.folder, "eval")
         return send_request(self.folder, "eval", author=author)
 
     def checkpoint(self, author: str = "") -> str:
         "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
+        refuse_for_tenant(self.folder, "checkpoint")
         return send_request(self.folder, "checkpoint", author=author)
 
     def undo(self, author: str = "") -> StandingChange:
@@ -719,4 +741,4 @@ class Run:
     def __repr__(self) -> str:
         status = self.status
         version = status.version if status else 0
-        return f"Run({self.name!r}: {state_of(status)}, version {version}, {shown_path(self.folder)})"
+        return f"Run({self.name!r}: {run_state(self.folder, status)}, version {version}, {shown_path(self.folder)})"

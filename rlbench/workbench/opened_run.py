@@ -15,6 +15,7 @@ __all__ = ['refusing', 'OpenedRun', 'open_run', 'run_in', 'OpenedRuns']
 #   * A table has exactly the columns that the source has.
 #   * A verb that would steer is refused, with the reason.
 # It reads no format: `foreign` does.
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ class OpenedRun(Run):
         return table.select(columns) if columns else table
 
     tokens = property(lambda self: self.table("tokens"), doc="A row per response with tokens or log-probabilities.")
+    branches = property(lambda self: self.table("branches"), doc="Branches of episodes besides the last, by rollout.")
     hosts = property(lambda self: self.table("hosts"), doc="Engines and workers, and where they lived.")
     metrics = property(lambda self: self.table("metrics"), doc="The system's own figures by step and name.")
     phases = property(lambda self: self.table("phases"), doc="Pieces of work with their seconds.")
@@ -146,7 +148,8 @@ class OpenedRun(Run):
             for name in ("steps", "rollouts", "evals")
             if source.has(name)
         ]
-        head = f"OpenedRun({self.name!r}: {source.title}, {self.state}, {', '.join(counts) or 'nothing yet'}, {source.path})"
+        known = [source.title, source.activity_at(time.time()), ", ".join(counts) or "nothing yet", source.path]
+        head = f"OpenedRun({self.name!r}: {', '.join(known)})"
         return "\n".join([head, *source.words.splitlines()[1:]])
 
 # %% ../../nbs/workbench/19_opened_run.ipynb #opened-run-open

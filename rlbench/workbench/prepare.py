@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HUB_SECONDS', 'UserFunctions', 'copy_function', 'take_functions', 'take_tried_functions', 'hand_over',
            'PreparedTasks', 'Prepared', 'hear_task_notes', 'prepare', 'prepare_folder', 'check_prepared',
-           'check_places', 'check_model_place', 'check_hub_model', 'check_device', 'has_cuda']
+           'check_places', 'check_model_place', 'check_hub_model', 'check_device', 'check_usable_options', 'has_cuda']
 
 # %% ../../nbs/workbench/03_prepare.ipynb #prep-imports
 # The preparation of a run.
@@ -50,8 +50,10 @@ from rlbench.loop.config_files import (
 from ..loop.config_notes import notes_asked
 from ..loop.config_tables import FUNCTIONS
 from ..loop.webhook import address
+from ..models.trainer_options import check_options, options_chosen
 from ..objective.objective import check_ingredients
 from ..records import Task
+from ..runtime.cluster_plan import check_cluster
 from ..runtime.prompts import make_pools
 
 # %% ../../nbs/workbench/03_prepare.ipynb #prep-functions
@@ -240,10 +242,17 @@ def check_places(config: RunConfig) -> None:
         raise ValueError(
             f"demonstrations: {config.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE"
         )
+    check_cluster(config)
     if config.generator == "scripted":
         return
     check_model_place(config.model)
-    check_device(config.device)
+    if config.generator == "tinker":
+        from rlbench.runtime.tinker_halves import check_server
+
+        check_server(config)
+    if config.placement != "ray" or not config.cluster.address:
+        check_device(config.device)
+        check_usable_options(config)
     models = {"reference": config.reference, "teacher": config.teacher, "reward_model": config.reward_model}
     check_scorers(models, config.judge.url, config.judge.key)
 
@@ -282,7 +291,7 @@ def check_hub_model(name: str) -> None:
             f"model: {name!r} is no folder here and could not be found on the Hub ({reason}); {remedy}"
         ) from None
 
-
+# %% ../../nbs/workbench/03_prepare.ipynb #prep-device
 def check_device(device: str) -> None:
     "ValueError for a device that is unknown or missing."
     if device not in ("auto", "cpu", "cuda"):
@@ -292,6 +301,12 @@ def check_device(device: str) -> None:
             'device: "cuda" is asked for and this machine has no GPU that torch can use; use "auto" '
             'or "cpu", or see: rlbench doctor'
         )
+
+
+def check_usable_options(config: RunConfig) -> None:
+    "ValueError for kernels and optimizers of the trainer that this machine cannot use."
+    asks_for_gpu = any(option.needs_gpu for option in options_chosen(config))
+    check_options(config, has_gpu=asks_for_gpu and config.device != "cpu" and has_cuda())
 
 
 def has_cuda() -> bool:

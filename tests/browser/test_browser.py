@@ -225,14 +225,14 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     box = panel(page).locator(".rl-over input")
     box.fill("4")
     box.press("Enter")
-    drag_slider(page, handle(page, "temperature"), 0.4)
+    drag_slider(page, handle(page, "temperature"), 0.3)  # hotter ones solve too little to fill a batch
     row = wait_applied(page, run, "temperature")
     asked = json.loads(row["value"])
-    assert row["over"] == 4 and 1.2 < asked < 2.0
+    assert row["over"] == 4 and 1.02 < asked < 1.6
 
     def sampled():
         return (
-            run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") >= row["version"]))
+            run.rollouts.filter((pl.col("group") >= 0) & (pl.col("dispatched") >= row["version"]))
             .sort("group")["temperature"]
             .unique(maintain_order=True)
             .to_list()
@@ -489,10 +489,9 @@ FITS = """() => {
 
 
 def test_another_systems_run_is_shown_and_followed(lab, shot):
-    "A run of prime-rl in its own panel: cards that have data, what limits it, no controls; a new step is drawn by itself."
+    "A run of prime-rl in its own panel: cards that have data, what limits it, no controls; it seemed over, and a new step is drawn by itself."
     theirs = lab.notebooks / "theirs"
     shutil.copytree(Path(__file__).parents[1] / "foreign" / "prime_rl" / "july", theirs)
-    (theirs / "metrics.jsonl").touch()  # written just now: it goes on
     code = "import os\nos.environ['RLBENCH_CACHE'] = 'cache'\nimport rlbench as rl\nrl.open('theirs')"
     write_notebook(lab.notebooks / "theirs.ipynb", code)
     page = lab.open_notebook("theirs.ipynb")

@@ -20,7 +20,7 @@ def run_verb(folder: Path, *arguments, code: int | None = 0) -> Result:
     return done
 
 
-def verb_facts(folder: Path, *arguments, code: int = 0) -> dict:
+def verb_facts(folder: Path, *arguments, code: int | None = 0) -> dict:
     "The JSON object that a verb in this process prints last."
     return json.loads(run_verb(folder, *arguments, "--json", code=code).stdout.splitlines()[-1])
 

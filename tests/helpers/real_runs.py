@@ -17,7 +17,7 @@ SMALL = dict(
 )
 
 
-def ended(run: rl.Run, state: str = "finished", seconds: float = 120) -> rl.Run:
+def ended(run: rl.Run, state: str = "finished", seconds: float = 400) -> rl.Run:
     "The run, once it has ended as expected; its log in the message otherwise."
     found = run.wait(seconds)
     assert found == state, f"{found}: {run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"

@@ -23,22 +23,26 @@ ROOMS = {  # floor by floor: a room imports from the rooms above it in this list
     "planning": "what a run will do, and what it will cost",
     "views": "what a person sees",
     "workbench": "handles on runs, the supervisor, forks, replays, ablations",
+    "service": "a training service for other people's loops, in Tinker's protocol",
     "bench": "performance as ratios, by commands anyone can run",
     "studies": "pages that run a claim of the field, and what they share",
     "cli": "the verbs of the command line",
 }
 TOP = ("bench", "studies", "cli")  # nothing below imports them
-PAGES = ("one_page", "index", "glossary", "workbench", "which_mode")  # the first is read first
+PAGES = ("one_page", "index", "glossary", "workbench", "which_mode", "papers")  # the first is read first
 GUIDE = (  # pages of nbs/guide in the order of the site
     "run_and_steer",
     "your_own",
+    "one_gpu",
     "asynchrony",
     "objectives",
     "code_and_environments",
     "planning",
     "foreign_runs",
+    "tinker",
     "recovery",
     "many_hosts",
+    "gpu_options",
     "security",
     "agents",
     "how_it_is_built",

@@ -58,6 +58,7 @@ def a_config(r: random.Random) -> dict:
         "backlog": r.choice(("hold", "hold", "drop_oldest")) if bound else "hold",
         "queue_batches": r.choice((0, 0, 1, 2)),
         "shaping": r.choice(("none", "none", "kimi_length", "length_share", "mask_truncated")),
+        "environments": r.choice((1, 1, 2, 3)),
     }
 
 

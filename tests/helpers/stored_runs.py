@@ -1,6 +1,7 @@
 """Runs without a model on the virtual clock, written down with what they did: whoever rewrites the loop or the driver finds every decision that is no longer the same.
 
-`python tests/helpers/stored_runs.py` writes the file anew, for a change of behaviour that is meant.
+For a change of behaviour that is meant, `python tests/helpers/stored_runs.py "drawn 1"` writes down what the named runs
+do now, with the configuration that they have; without a name, the whole file is drawn anew.
 """
 
 import hashlib
@@ -139,16 +140,20 @@ def to_store() -> list[StoredRun]:
     return runs
 
 
-def main() -> None:
-    "Write down what the runs do now."
+def main(names: list[str]) -> None:
+    "Write down what the named runs of the file do now; without a name, what runs drawn anew do."
+    runs = [run for run, _ in stored_runs()] if names else to_store()
+    known = {run.name: did for run, did in stored_runs()}
     stored = []
-    for run in to_store():
-        with tempfile.TemporaryDirectory() as folder:
-            did = told_of(run.driver(Path(folder)))
+    for run in runs:
+        did = known.get(run.name)
+        if not names or run.name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                did = told_of(run.driver(Path(folder)))
+            print(run.name, did["events"], did["digest"][:12], file=sys.stderr)
         stored.append({"run": vars(run), "did": did})
-        print(run.name, did["events"], did["digest"][:12], file=sys.stderr)
     STORED.write_text("[\n" + ",\n".join(json.dumps(each) for each in stored) + "\n]\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

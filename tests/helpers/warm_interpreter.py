@@ -72,6 +72,7 @@ def run_in_child(notebook: Path, output: Path) -> None:
     "What a fork does: it stands in the notebook's folder, and all it prints goes into a file."
     os.setpgid(0, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
@@ -104,7 +105,7 @@ def import_and_begin_server() -> None:
     """Import what notebooks and runs do, a model's classes among it: each fork would import them anew. Then begin the
     server that the runs of all notebooks come out of; a fork finds it in its memory."""
     from rlbench.runtime.fork_server import import_ahead, warm_server
-    from rlbench.workbench.supervisor import run_modules
+    from rlbench.workbench.imports_ahead import run_modules
 
     modules = run_modules(needs_torch=True)
     reason = import_ahead((*modules, *PRELOADED))

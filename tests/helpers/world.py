@@ -25,6 +25,7 @@ from rlbench.loop.fates import are_books_closed
 from rlbench.loop.loop import step
 from rlbench.loop.state import Checkpoint, count_live_groups, start_state
 from rlbench.records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Served, StepRow, StopReason
+from rlbench.runtime.actors import actor_names, kind_of
 from rlbench.runtime.driver import describe_stuck
 
 
@@ -58,7 +59,8 @@ class Watch:
     steps: list = field(default_factory=list)
     evals: list = field(default_factory=list)
     commands: list = field(default_factory=list)
-    scoring: set = field(default_factory=set)
+    scoring: dict = field(default_factory=dict)  # (rollout, attempt) -> the environment that was asked
+    homes: dict = field(default_factory=dict)  # rollout -> the environment that scored its last turn
     training: tuple = ()
     lags: list = field(default_factory=list)
     stopped: set = field(default_factory=set)  # answered with "aborted" and neither dead nor taken up again
@@ -90,6 +92,20 @@ class Watch:
                 assert state.version + bool(state.training.batch) - actor.version <= state.config.staleness, (
                     "started too late to be trained in time"
                 )
+
+    def score(self, world: "World", a: Score) -> None:
+        key, actors = (a.rollout, a.attempt), world.state.actors
+        assert key in self.told and key not in self.scoring, "scored before it was written, or twice at once"
+        assert actors[a.actor].kind == "environment" and actors[a.actor].up, "sent to an environment that is not there"
+        home = self.homes.get(a.rollout)
+        if self.marks.get(key) and actors[home].up:
+            assert a.actor == home, f"{key}: its episode is with {home}, and {a.actor} is asked"
+        elif world.turns == 1:
+            alive = {(r.id, r.attempt) for r in world.state.rollouts.values() if r.status == "scoring"}
+            asked = Counter(actor for key, actor in self.scoring.items() if key in alive)
+            up = [name for name, actor in actors.items() if actor.kind == "environment" and actor.up]
+            assert asked[a.actor] == min(asked[name] for name in up), f"{a.actor} has more to do than another"
+        self.scoring[key] = self.homes[a.rollout] = a.actor
 
     def train(self, world: "World", a: Train) -> None:
         state = world.state
@@ -193,7 +209,9 @@ class World:
         self.state = start_state(config, [1 + i % 3 for i in range(40)], {e.name: 10 for e in config.eval})
         self.machines = {f"generator-{i}": Machine(n) for i, n in enumerate(slots)}
         self.commands, self.faults, self.watch = commands or {}, faults or {}, Watch()
-        self.heap, self.now, self.count, self.events, self.env_life, self.trainer_up = [], 0.0, 0, 0, 0, True
+        self.heap, self.now, self.count, self.events, self.trainer_up = [], 0.0, 0, 0, True
+        self.environments = actor_names("environment", config.environments)
+        self.env_lives: Counter = Counter()  # by environment
         self.rolled: Counter = Counter()
 
     # time
@@ -203,7 +221,7 @@ class World:
         heapq.heappush(self.heap, (self.now + delay, self.count, call, args))
 
     def run(self, closing: bool = True) -> "World":
-        for name in ("trainer", "environment", *self.machines):
+        for name in ("trainer", *self.environments, *self.machines):
             self.later(self.random.random(), self.start, name)
         idle = 0
         while self.state.phase not in FINISHED:
@@ -237,10 +255,25 @@ class World:
         assert count_live_groups(s) == sum(
             not g.eval and g.status != "training" and g.discarded is None for g in s.groups.values()
         )
+        self.check_scoring()
         for command in self.commands.pop(self.events, ()):
             self.step(Commanded(*command))
         if self.events in self.faults:
             self.lose(self.faults.pop(self.events))
+
+    def check_scoring(self) -> None:
+        "What the loop has in scoring is with the environment that it remembers; nothing waits while one is up."
+        s = self.state
+        for rollout in s.rollouts.values():
+            if rollout.status == "scoring" and self.is_heard(rollout.environment):
+                key = (rollout.id, rollout.attempt)
+                assert self.watch.scoring.get(key) == rollout.environment, f"{key} is not with {rollout.environment}"
+        if any(actor.kind == "environment" and actor.up for actor in s.actors.values()) and s.phase not in FINISHED:
+            assert not s.scoring.to_score, "responses wait, and an environment is up"
+
+    def is_heard(self, name: str) -> bool:
+        "False for an actor that is gone, of which the loop has not been told."
+        return True
 
     # actions
 
@@ -250,7 +283,7 @@ class World:
             machine.up, machine.version = True, 0
             self.say(name, Started(name, "generator", machine.slots, 0))
         else:
-            self.step(Started(name, name))
+            self.step(Started(name, kind_of(name)))
 
     def do_start(self, a: Start) -> None:
         self.later(self.random.random(), self.start, a.actor)
@@ -261,12 +294,9 @@ class World:
         self.fill(a.actor)
 
     def do_score(self, a: Score) -> None:
+        self.watch.score(self, a)
         key = (a.rollout, a.attempt)
-        assert key in self.watch.told and key not in self.watch.scoring, (
-            "scored before it was written, or twice at once"
-        )
-        self.watch.scoring.add(key)
-        self.later(0.05 * self.random.random(), self.scored, key, self.env_life, a.last)
+        self.later(0.05 * self.random.random(), self.scored, key, a.actor, self.env_lives[a.actor], a.last)
 
     def do_train(self, a: Train) -> None:
         self.watch.train(self, a)
@@ -281,10 +311,11 @@ class World:
         self.later(self.random.choice((0.01, 0.05, 0.4)), self.load, a.actor, a.version, self.machines[a.actor].life)
 
     def do_abort(self, a: Abort) -> None:
-        if a.actor == "environment":
-            assert all(key in self.watch.scoring for key in a.keys), "stopped, and not being scored"
+        if kind_of(a.actor) == "environment":
+            asked = self.watch.scoring
+            assert all(asked.get(key) == a.actor for key in a.keys), "stopped, and not being scored there"
             for key in a.keys:
-                self.later(0.02 * self.random.random(), self.given_up, key, self.env_life)
+                self.later(0.02 * self.random.random(), self.given_up, key, a.actor, self.env_lives[a.actor])
             return
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
 
@@ -411,12 +442,16 @@ class World:
 
     # the others
 
-    def scored(self, key: tuple, life: int, last: bool) -> None:
-        if life != self.env_life or key not in self.watch.scoring:
+    def has(self, actor: str, life: int, key: tuple) -> bool:
+        "True if an environment has not been lost since, and has to answer for this one."
+        return life == self.env_lives[actor] and self.watch.scoring.get(key) == actor
+
+    def scored(self, key: tuple, actor: str, life: int, last: bool) -> None:
+        if not self.has(actor, life, key):
             return
         self.rolled[key] += 1
         roll = random.Random(f"{key} {self.rolled[key]}")
-        self.watch.scoring.discard(key)
+        del self.watch.scoring[key]
         if roll.random() < self.errors:
             self.watch.scores[key] = None
             self.step(
@@ -438,9 +473,9 @@ class World:
         if roll.random() < 0.05:
             self.step(Scored(*key, 7.0, True, Outcome.OK, 0.01))  # said twice
 
-    def given_up(self, key: tuple, life: int) -> None:
-        if life == self.env_life and key in self.watch.scoring:
-            self.watch.scoring.discard(key)
+    def given_up(self, key: tuple, actor: str, life: int) -> None:
+        if self.has(actor, life, key):
+            del self.watch.scoring[key]
             self.step(Scored(*key, None, None, Outcome.ENVIRONMENT_ERROR, 0.0))
 
     def observe(self, key: tuple, roll: random.Random) -> None:
@@ -473,8 +508,16 @@ class World:
         ]
         if not names or self.state.phase in FINISHED:
             return
-        name, reported = self.random.choice(names), ()
-        if kind == "generator":
+        name, at_work = self.random.choice(names), ()
+        if kind == "environment":
+            own = tuple(key for key, actor in self.watch.scoring.items() if actor == name)
+            at_work = self.random.choice(((), own[:1]))
+        self.step(Lost(name, "pulled out", self.end_actor(name), at_work))
+
+    def end_actor(self, name: str) -> tuple:
+        "An actor ends, with all it had; returns the tokens that are known of its unfinished responses."
+        reported = ()
+        if name in self.machines:
             machine = self.machines[name]
             reported = tuple(
                 (key, before + int((self.now - began) / 0.01))
@@ -496,12 +539,12 @@ class World:
                     -1,
                     -1,
                 )
-        elif kind == "environment":
-            self.env_life += 1
-            self.watch.scoring.clear()
+        elif name in self.environments:
+            self.env_lives[name] += 1
+            self.watch.scoring = {key: actor for key, actor in self.watch.scoring.items() if actor != name}
         else:
             self.trainer_up = False
-        self.step(Lost(name, "pulled out", reported))
+        return reported
 
     # the end
 

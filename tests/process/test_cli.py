@@ -124,5 +124,5 @@ def test_steering_a_live_run(folder):
     assert verb_facts(folder, "go", "live")["commands"][0]["status"] == "applied"
     assert asyncio.run(asyncio.wait_for(run.until(step=run.status.version + 3), 60)) == "running"
     assert verb_facts(folder, "stop", "live")["commands"][0]["status"] == "applied"
-    assert run.wait(60) == "stopped" and run.rollouts["temperature"].min() < 1
+    assert run.wait(400) == "stopped" and run.rollouts["temperature"].min() < 1
     assert verb_facts(folder, "rm", "live", "-y")["removed"] and not run.folder.exists()

@@ -164,7 +164,7 @@ def test_all_that_suit(plain):
     found = json.loads(
         CliRunner().invoke(app, ["drill", str(plain.folder), "--list", "--json"]).stdout.splitlines()[-1]
     )["drills"]
-    assert [each["drill"] for each in found if not each["refused"]] == list(OF_ALL) and len(found) == 8
+    assert [each["drill"] for each in found if not each["refused"]] == list(OF_ALL) and len(found) == 10
 
 
 @pytest.mark.parametrize("held", [("half-applied-edit",), ()])

@@ -88,7 +88,7 @@ def test_a_guard_pauses_turns_and_stops_a_live_run(tmp_path, room, monkeypatch):
         run.guard("entropy < 0.1", "temperature = 9.0")
     run.guard("solve_rate >= 0", "stop")
     assert (
-        run.wait(60) == "stopped"
+        run.wait(400) == "stopped"
         and run.status.reason == "stopped by guard: solve_rate >= 0"
         and run.status.books_closed
     )
@@ -258,7 +258,7 @@ def test_knobs_are_kept_and_put_to_work(tmp_path):
     assert "did you mean 'careful'" in cli(tmp_path, "knobs", "second", "--apply", "carefull", code=2)
     assert [r.name for r in rl.runs(tmp_path / "runs")] == ["first", "second"]
     first.stop(), second.stop()
-    assert first.wait(60) == second.wait(60) == "stopped"
+    assert first.wait(400) == second.wait(400) == "stopped"
 
 
 REWARD = """#| export

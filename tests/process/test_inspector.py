@@ -85,7 +85,7 @@ def trained(tmp_path_factory):
         preflight=0,
         eval=(held_out,),
     )
-    assert r.wait(120) == "finished", (r.folder / "run.log").read_text()
+    assert r.wait(400) == "finished", (r.folder / "run.log").read_text()
     return r.folder
 
 

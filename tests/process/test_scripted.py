@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -39,23 +40,23 @@ SCRIPTED = dict(
 )
 FAST = {"scripted_pace": 0.0}
 
-# Loaded by every Python process of a test: it writes the names of all modules into a file of its own, again whenever there are more.
+# Loaded by every Python process of a test, which has a file of its own: it writes the names of modules when they are
+# imported, and those that it has from the process it was forked from. It has no thread: such a process is not forked.
 WATCH = """
-import os, sys, threading, time
+import os, sys
 
-def tell():
-    place = os.path.join(os.environ["MODULES_FOLDER"], str(os.getpid()))
-    seen = 0
-    while True:
-        if len(sys.modules) != seen:
-            seen = len(sys.modules)
-            names = sorted({name.partition(".")[0] for name in list(sys.modules)} | {name for name in list(sys.modules) if name.startswith("rlbench.")})
-            with open(place + ".new", "w") as file:
-                file.write(" ".join([*sys.argv[:1], *names]))
-            os.replace(place + ".new", place)
-        time.sleep(0.05)
+def write_names(names):
+    with open(os.path.join(os.environ["MODULES_FOLDER"], str(os.getpid())), "a") as file:
+        for name in names:
+            if name.partition(".")[0] in ("rlbench", "torch", "transformers", "vllm"):
+                file.write(name + " ")
 
-threading.Thread(target=tell, daemon=True).start()
+def note_import(event, arguments):
+    if event == "import":
+        write_names(arguments[:1])
+
+sys.addaudithook(note_import)
+os.register_at_fork(after_in_child=lambda: write_names(list(sys.modules)))
 """
 
 
@@ -87,27 +88,27 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     own = {run.status.pid, run.status.supervisor, *run.status.workers.values()}
     run.set(temperature=0.5)
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"
     at = list(run.checkpoints.values())[-1].version
     command(tmp_path, "fork", "x", "--name", "y", f"--set=steps={at + 3}")
     child = rl.attach("y", runs=tmp_path / "runs")
-    assert child.wait(60) == "finished" and child.replay().wait(60).equal
+    assert child.wait(400) == "finished" and child.replay().wait(60).equal
     command(tmp_path, "resume", "x", "-d")
     until(lambda: run.state == "running" and run.status.version > at)
     own |= {run.status.pid, run.status.supervisor, *run.status.workers.values()}
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"
     command(tmp_path, "show", "x")
     command(tmp_path, "compare", "x", "y")
-    told = {int(path.name): set(path.read_text().split()) for path in modules.iterdir() if path.suffix != ".new"}
+    told = {int(path.name): set(path.read_text().split()) for path in modules.iterdir()}
     assert len(own) == 10 and own <= set(told), (
         "every process of the run was looked at, before it was stopped and after it was resumed"
     )
     assert all("rlbench.runtime.actors" in told[pid] for pid in own)
     guilty = {
-        pid: names & {"torch", "transformers", "vllm"}
+        pid: {name for name in names if name.partition(".")[0] != "rlbench"}
         for pid, names in told.items()
-        if names & {"torch", "transformers", "vllm"}
+        if any(name.partition(".")[0] != "rlbench" for name in names)
     }
     assert not guilty, guilty
 
@@ -117,7 +118,7 @@ def test_a_synchronous_run_writes_what_the_virtual_clock_writes(tmp_path, placem
     "The same tokens, lengths and verdicts, judged for real in the environment's process; the same events; and no weights."
     virtual = inline_run(tmp_path, "virtual", {**SCRIPTED, "clock": "virtual", "placement": placement})
     real = rl.run(SCRIPTED | {"placement": placement, "virtual": FAST}, name="real", runs=tmp_path)
-    assert real.wait(120) == "finished", (real.folder / "run.log").read_text()[-2000:]
+    assert real.wait(400) == "finished", (real.folder / "run.log").read_text()[-2000:]
     columns = [
         "rollout",
         "try",
@@ -165,9 +166,9 @@ def test_one_that_is_taken_up_again_goes_on_with_its_script(tmp_path):
     )
     until(lambda: run.status and run.status.version >= 5)
     os.kill(run.status.pid, 9)
-    assert run.wait(60) == "failed" and "run process lost" in run.status.reason and "policy" not in run.status.reason
+    assert run.wait(400) == "failed" and "run process lost" in run.status.reason and "policy" not in run.status.reason
     run.resume()
-    assert run.wait(120) == "finished", (run.folder / "run.log").read_text()[-2000:]
+    assert run.wait(400) == "finished", (run.folder / "run.log").read_text()[-2000:]
     mine, theirs = (
         read_table(folder, "rollouts", ["rollout", "fate", "length", "correct", "trained_at"])
         .filter(pl.col("fate") == "trained")
@@ -185,11 +186,14 @@ def test_a_generator_that_is_started_again_has_the_newest_version(tmp_path):
         runs=tmp_path,
     )
     until(lambda: run.status and run.status.version >= 5)
-    os.kill(run.status.workers["generator"], 9)
-    version = run.status.version
-    until(lambda: run.status.version >= version + 5)
+    for _ in range(5):  # on a busy machine a blow may fall when nothing is being generated
+        os.kill(run.status.workers["generator"], 9)
+        version = run.status.version
+        until(lambda: run.status.version >= version + 5)
+        if "lost_generator" in run.status.books:
+            break
     run.stop()
-    assert run.wait(60) == "stopped" and run.status.books["lost_generator"]["count"] > 0
+    assert run.wait(400) == "stopped" and run.status.books["lost_generator"]["count"] > 0
     trained = run.rollouts.filter(pl.col("fate") == "trained")
     assert (trained["trained_at"] - 1 - trained["oldest"]).max() <= 1
 
@@ -202,7 +206,7 @@ def finished(tmp_path_factory) -> rl.Run:
         name="short",
         runs=tmp_path_factory.mktemp("runs"),
     )
-    assert run.wait(60) == "finished"
+    assert run.wait(400) == "finished"
     return run
 
 
@@ -256,14 +260,23 @@ def test_the_text_is_judged_as_the_script_says(verifier):
     assert given == drawn and 5 < sum(drawn) < 55
 
 
-def wait_of(config, do_some) -> float:
-    "Seconds that a worker without a model needs for some units of work."
-    began = time.perf_counter()
-    do_some(Worker(config, paced_generator_half(config), paced_trainer_half(config, None)))
-    return time.perf_counter() - began
+def wait_of(config, do_some, monkeypatch) -> float:
+    "Seconds that a worker without a model waits for some units of work."
+    waits: list[float] = []
+    sleep, here = time.sleep, threading.get_ident()
+
+    def note_and_sleep(seconds: float) -> None:
+        if threading.get_ident() == here:
+            waits.append(seconds)
+        sleep(seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", note_and_sleep)
+        do_some(Worker(config, paced_generator_half(config), paced_trainer_half(config, None)))
+    return sum(waits)
 
 
-def test_stated_times_are_waited_for_at_the_pace():
+def test_stated_times_are_waited_for_at_the_pace(monkeypatch):
     "Eight decode steps of 0.05 s and 100 trained tokens of 0.002 s: 0.6 s at pace 1, 0.3 s at pace 0.5, nothing at pace 0."
     task = Task("t", "1+1=", "2", level=1)
     rollout = Rollout(0, 0, 0, 0, task, (response_segment([1] * 100, [0.0] * 100, [0] * 100),))
@@ -293,9 +306,10 @@ def test_stated_times_are_waited_for_at_the_pace():
                 }
             ),
             do_some,
+            monkeypatch,
         )
         for pace in (0.0, 0.5, 1.0)
     }
-    assert paces[0.0] < 0.2 <= 0.3 <= paces[0.5] < 0.55 < 0.6 <= paces[1.0] < 1.1, paces
+    assert paces == pytest.approx({0.0: 0.0, 0.5: 0.3, 1.0: 0.6})
     texts = {said.text for said in told if isinstance(said, GenerateResult)}
     assert len(texts) == 1 and texts.pop().rpartition("#### ")[2] in ("2", "no answer")

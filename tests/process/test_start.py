@@ -19,10 +19,10 @@ from rlbench.base.neighbours import live_runs
 from rlbench.base.status import living_processes
 from rlbench.bench.start import writes_again
 from rlbench.runtime.actors import ProcessHandle
-from rlbench.runtime.fork_server import ForkServer, warm_server
-from rlbench.runtime.placement import may_be_forked
+from rlbench.runtime.fork_server import ForkServer, ServerDesk, borrow_server, warm_server
+from rlbench.runtime.worker_imports import may_be_forked, worker_modules
 from rlbench.workbench import supervisor
-from rlbench.workbench.supervisor import modules_of_run, worker_modules
+from rlbench.workbench.imports_ahead import modules_of_run
 
 SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
 SCRIPTED = dict(generator="scripted", clock="virtual", steps=2, batch=32, group=4, preflight=0, eval=[])
@@ -178,6 +178,71 @@ def test_server_with_more_than_one_thread_refuses(tmp_path, monkeypatch):
     server.close()
 
 
+BORROWER = """
+import sys, time
+from rlbench.runtime.fork_server import borrow_server
+if __name__ == "__main__":
+    server = borrow_server(sys.argv[1], ("colorsys",))
+    worker = server.start({}, target=time.sleep, args=(600,), name="rlbench-sleeper", daemon=True)
+    print(server.pid, worker.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_processes_of_a_host_share_a_server(tmp_path, script):
+    "Two that ask at the same moment get one server, and so does this process; another list of modules is another server."
+    desk = ServerDesk(tmp_path)
+    borrowers = [script(BORROWER, tmp_path) for _ in range(2)]
+    found = [tuple(map(int, borrower.stdout.readline().split())) for borrower in borrowers]
+    here = borrow_server(tmp_path, ("colorsys",))
+    other = borrow_server(tmp_path, ("colorsys", "calendar"))
+    assert {pid for pid, _ in found} == {here.pid} and other.pid != here.pid
+    assert {psutil.Process(worker).ppid() for _, worker in found} == {here.pid}
+    assert psutil.Process(here.pid).ppid() == os.getpid()
+    for _, worker in found:
+        os.kill(worker, signal.SIGKILL)
+    for server in (here, other):
+        server.close()
+    desk.close()
+
+
+def test_lent_server_ends_with_its_last_borrower(tmp_path, script):
+    "The desk is closed, which leaves the server alive; a borrower that is killed ends it. Another desk takes its place."
+    desk = ServerDesk(tmp_path)
+    borrower = script(BORROWER, tmp_path)
+    server, worker = (psutil.Process(int(number)) for number in borrower.stdout.readline().split())
+    desk.close()
+    here = borrow_server(tmp_path, ("colorsys",))
+    assert here.pid != server.pid, "nobody lends it any more"
+    here.close()
+    again = ServerDesk(tmp_path)
+    lent = borrow_server(tmp_path, ("colorsys",))
+    assert lent.pid in {each.pid for each in again.servers.values()}
+    lent.close()
+    again.close()
+    assert living_processes([server])
+    borrower.kill()
+    until(lambda: not living_processes([server]), 10)
+    worker.kill()
+
+
+def test_dead_server_of_a_desk_is_replaced(tmp_path):
+    "Whoever asks next gets another one. One that cannot import its modules says why, to all who ask."
+    desk = ServerDesk(tmp_path)
+    first = borrow_server(tmp_path, ())
+    assert first.why_unfit() == ""
+    dead = psutil.Process(first.pid)
+    dead.kill()
+    until(lambda: not living_processes([dead]), 5)
+    second = borrow_server(tmp_path, ())
+    assert second.pid != dead.pid and second.why_unfit() == ""
+    unfit = [borrow_server(tmp_path, ("no_such_module",)) for _ in range(2)]
+    assert all("no_such_module cannot be imported" in server.why_unfit() for server in unfit)
+    for server in (first, second, *unfit):
+        server.close()
+    desk.close()
+
+
 def test_workers_of_vllm_are_spawned():
     "Only those that hold its engine."
     config = rl.load_config("tiny").model_copy(update={"generator": "vllm"})
@@ -205,7 +270,7 @@ def test_killed_generator_is_forked_again_and_the_server_holds_nothing(tmp_path)
     assert seconds < 10, f"{seconds:.1f} s; a spawned one imports torch for longer"
     workers = [psutil.Process(pid) for pid in after.values()]
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"
     until(lambda: not living_processes([server, *workers]), 10)
 
 
@@ -217,16 +282,16 @@ def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
     os.kill(run.status.workers["trainer"], signal.SIGSTOP)
     os.kill(run.status.pid, signal.SIGKILL)
     until(lambda: not living_processes(family), 20)
-    assert run.wait(60) == "failed" and run.status.books_closed
+    assert run.wait(400) == "failed" and run.status.books_closed
 
 
 def test_spawned_workers_give_the_same_run(tmp_path, monkeypatch):
     "With two threads asked for, numpy starts its pool at import, so workers are spawned; a synchronous run has the same digest."
     forked = rl.run("tiny", runs=tmp_path, name="forked", **SMALL)
-    assert forked.wait(120) == "finished"
+    assert forked.wait(400) == "finished"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     spawned = rl.run("tiny", runs=tmp_path, name="spawned", **SMALL)
-    assert spawned.wait(120) == "finished"
+    assert spawned.wait(400) == "finished"
     told = (spawned.folder / "run.log").read_text(), (forked.folder / "run.log").read_text()
     assert all(f"rlbench-{name} is spawned, not forked" in told[0] for name in ("trainer", "generator", "environment"))
     assert "spawned" not in told[1]
@@ -264,7 +329,7 @@ def test_next_run_of_a_process_is_forked(tmp_path):
     assert not [name for name in open_files(psutil.Process(server.pid)) if name.startswith(str(tmp_path))]
     for run in runs:
         run.stop()
-        assert run.wait(60) == "stopped"
+        assert run.wait(400) == "stopped"
 
 
 @pytest.mark.parametrize("seconds", [0, 600])
@@ -281,7 +346,7 @@ def test_run_outlives_the_process_that_started_it(tmp_path, script, seconds):
     before = run.status.version
     until(lambda: run.status.version > before, 60)
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"
 
 
 def test_interrupt_during_the_start_comes_after_it(tmp_path, monkeypatch):
@@ -314,15 +379,15 @@ def test_killed_warm_server_is_replaced(tmp_path):
     until(lambda: first.status.version > before, 60)
     for run in (first, second):
         run.stop()
-        assert run.wait(60) == "stopped"
+        assert run.wait(400) == "stopped"
 
 
 def test_runs_without_a_model_need_no_torch(tmp_path):
-    "Neither the server that they come from, nor any process of theirs."
-    run = rl.run("tiny", runs=tmp_path, **{**ENDLESS, "generator": "scripted"})
+    "Neither the server that they come from, nor any process of theirs. The run process begins without polars, too: its import would be waited for."
+    run = rl.run("tiny", runs=tmp_path, **{**ENDLESS, "generator": "scripted", "virtual": {"scripted_pace": 0.3}})
     assert not [name for name in modules_of_run(run.folder) if name.split(".")[0] in ("torch", "transformers")]
     until(lambda: run.status.version >= 1, 60)
     mapped = Path(f"/proc/{run.status.pid}/maps").read_text()
-    assert "libtorch" not in mapped
+    assert "libtorch" not in mapped and "_polars_runtime" not in mapped and run.checkpoints
     run.stop()
-    assert run.wait(60) == "stopped"
+    assert run.wait(400) == "stopped"

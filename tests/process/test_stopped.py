@@ -66,7 +66,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path, placement, who):
         run.folder / "run.log"
     ).read_text()
     run.stop(author="the test")
-    assert run.wait(60) == "stopped" and book_problems(run) == []
+    assert run.wait(400) == "stopped" and book_problems(run) == []
     events = read_table(run.folder, "events", ["kind"])["kind"].to_list()
     assert "Lost" not in events and "lost" not in (run.folder / "run.log").read_text()
     until(lambda: not living_processes([supervisor, *below]), 10)
@@ -80,7 +80,7 @@ def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
     for process in below:
         process.suspend()
     supervisor.terminate()
-    assert run.wait(60) == "failed" and "run process lost: it hangs" in run.status.reason and book_problems(run) == []
+    assert run.wait(120) == "failed" and "run process lost: it hangs" in run.status.reason and book_problems(run) == []
     until(lambda: not living_processes([supervisor, *below]), 10)
 
 

@@ -933,7 +933,7 @@ def test_secrets_are_left_out_of_what_travels(hostile):
 
 def test_provenance_names_no_remote_and_no_variable(monkeypatch):
     "What a run was made with: commit, names of changed files, packages, hardware; no diff's text, no remote, no environment."
-    from rlbench.runtime.driver import provenance
+    from rlbench.runtime.provenance import provenance
 
     monkeypatch.setenv("MY_SECRET", SECRET)
     told = provenance()

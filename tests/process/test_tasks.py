@@ -291,7 +291,7 @@ def test_a_checkpoint_with_a_chat_template_is_trained_on_a_hub_data_set(tmp_path
         run = rl.Run(inline_run(tmp_path / "runs", "tiny-1", {"generator": "torch", **settings}).folder)
     else:
         run = rl.run("tiny", runs=tmp_path / "runs", **settings)
-        assert run.wait(120) == "finished", f"{run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
+        assert run.wait(400) == "finished", f"{run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
     assert run.state == "finished"
     assert run.status.books_closed and run.steps["version"].to_list() == [1, 2] and run.steps["grad_norm"].min() > 0
     rollouts, tokens = run.rollouts, read_table(run.folder, "tokens")

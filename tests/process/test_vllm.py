@@ -20,16 +20,25 @@ HERE = Path(__file__).parents[1] / "helpers"
 
 
 def test_families_are_served_as_transformers_computes_them(tmp_path):
-    "Heads with and without bias, a sliding window, experts, tied and untied: first weights and swapped ones, in one process one after the other."
+    "Heads with and without bias, a sliding window, experts, tied and untied: first weights and swapped ones, in one process one after the other. Then vLLM's own sampler: exact log-probabilities under truncation, with drafts, and for tokens of steps that were started ahead of new weights."
     said = subprocess.run(
         [sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert said.returncode == 0, said.stderr[-4000:]
-    found = json.loads(said.stdout.splitlines()[-1])
+    told = json.loads(said.stdout.splitlines()[-1])
+    found = told["families"]
     assert set(found) == {"llama", "mistral", "gemma2", "gemma3", "qwen3_moe"}
     for family, figures in found.items():
         assert figures["tokens"] > 200, family
         assert figures["logprob_max_diff"] <= 2e-3 and figures["after_swap"] <= 2e-3, f"{family}: {figures}"
+    own = told["drawn by vllm"]
+    assert own["truncated"] < 2e-3 and own["greedy"] == 0 and own["swapped"] < 2e-3, own
+    assert own["repeats"] and own["streams differ"] and own["ahead"] and own["all came"] and own["both versions"] > 1
+    drafts = told["with drafts"]
+    assert drafts["logprob_max_diff"] < 2e-3 and drafts["steps of several tokens"] > 0, drafts
+    assert abs(drafts["surprise"]) < 4, drafts
+    eight = told["quantized"]
+    assert eight["swapped as fresh"] and not eight["as before"] and 0.01 < eight["rounding"] < 2, eight
 
 
 def in_flight(run, generator: str) -> int:

@@ -1,6 +1,8 @@
 """Runs that judge code: whole runs whose every verdict comes from a sandbox, with machines that fail in every way they can. No failure is ever paid, or punished."""
 
 import json
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +13,8 @@ import pytest
 import sandbox_runs
 from inline import check_books, inline_run
 from local_runner import LocalRunner
+from patience import until
+from real_runs import assert_books, ended
 from sandbox_runs import ANSWER, EVEN, SMALL, Quick, even
 from typer.testing import CliRunner
 
@@ -26,7 +30,7 @@ from rlbench.loop.fates import are_books_closed
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS
 from rlbench.runtime.live_view import LiveView
-from rlbench.sandbox.pool import stop_pool
+from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.types import End, Execution, Fault
 from rlbench.sandbox.verdict import verdict_from_row
 from rlbench.views.card_html import run_card_html
@@ -413,3 +417,45 @@ def test_a_folder_that_cannot_be_a_pools(tmp_path):
     )
     with pytest.raises(ValueError, match="sandbox.folder: .*file/pool' cannot be a pool's .*leave it empty"):
         open_pool(config)
+
+
+def test_two_environments_of_a_run_share_one_pool(tmp_path):
+    "Each is a client of its own. One is killed: the programs of the other go on, and every execution has the run's name."
+    pool = tmp_path / "pool"
+    config = {
+        **SMALL,
+        "environments": 2,
+        "steps": 100_000,
+        "tasks": "expressions",
+        "sandbox": {"folder": str(pool), "at_once": 4},
+        "staleness": 2,
+        "filter": "none",
+        "checkpoint_every": 0,
+        "generator": "scripted",
+        "virtual": {"scripted_pace": 0.2},
+    }
+    try:
+        run = rl.run("tiny", runs=tmp_path, name="shared", **config)
+        until(lambda: run.status and run.status.version >= 1 or run.state == "failed", 120)
+        client = PoolClient.connect(pool)
+        assert client.status().clients == 3, "both environments, and this one"
+        before = dict(run.status.workers)
+        os.kill(before["environment-2"], signal.SIGKILL)
+        until(lambda: run.status.workers.get("environment-2") not in (None, before["environment-2"]), 120)
+        until(lambda: client.status().clients == 3, 120)  # the new one, and no longer the killed one
+        client.close()
+        version = run.status.version
+        until(lambda: run.status.version >= version + 2 or run.state == "failed", 120)
+        after = dict(run.status.workers)
+        assert {name for name in before if before[name] != after[name]} == {"environment-2"}
+        run.stop()
+        ended(run, "stopped")
+        assert_books(run)
+        verdicts = read_table(run.folder, "verdicts")
+        assert len(verdicts) >= 32
+        owners = set(read_table(pool, "executions")["owner"])
+        assert {f"shared/{rollout}" for rollout in verdicts["rollout"]} <= owners
+        assert all(owner.startswith("shared/") for owner in owners)
+        assert read_table(pool, "executions").filter(pl.col("owner") == "shared/canary").height >= 3
+    finally:
+        stop_pool(pool)

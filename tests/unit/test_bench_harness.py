@@ -20,6 +20,7 @@ RESULTS = {  # file of data/measured: module and class of the result
     "engine": "bench.engine.EngineBench",
     "environment": "bench.environment.EnvironmentBench",
     "faults": "bench.faults.FaultBench",
+    "limit": "bench.limit.LimitBench",
     "mismatch": "bench.mismatch.MismatchBench",
     "mismatch_top_p": "bench.mismatch.MismatchBench",
     "modes": "bench.modes.ModesBench",
@@ -36,6 +37,7 @@ RESULTS = {  # file of data/measured: module and class of the result
     "study_group_size": "studies.study.StudyBench",
     "study_mismatch": "studies.study.StudyBench",
     "study_switches": "studies.study.StudyBench",
+    "training_service": "bench.training_service.ServiceBench",
     "trl": "bench.trl.TrlBench",
 }
 

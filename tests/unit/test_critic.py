@@ -32,12 +32,7 @@ from rlbench.workbench.fork import prepare_fork
 PPO = make_objective({"name": "gae", "lam": 1.0})
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small_critic(seed: int = 0, **settings_) -> ValueCritic:

@@ -1,21 +1,32 @@
 """What the driver takes as owed, and how long it waits for it; and what it does on a full disk."""
 
+from types import SimpleNamespace
+
 import pytest
 from inline import Told, check_books, inline_run
+from patience import until
 
 import rlbench.runtime.run_context
 from rlbench.base.ledger_reading import read_table
-from rlbench.base.run_files import FAULTS, FULL_DISK, create_run_folder
-from rlbench.environments.scoring_messages import ScoreRequest
-from rlbench.loop.actions import Publish
+from rlbench.base.run_files import FAULTS, FULL_DISK, LOST_HOST, SLOW_LINK, create_run_folder
+from rlbench.environments.scoring_messages import Forget, Gauges, ScoreRequest, TurnResult
+from rlbench.loop.actions import Abort, Generate, Publish, Score, Train, Write
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml
 from rlbench.loop.events import Started
 from rlbench.loop.loop import step
-from rlbench.records import Rollout, Task, response_segment
-from rlbench.runtime.driver import Driver
+from rlbench.loop.state import Checkpoint, RolloutState, start_state
+from rlbench.records import Fate, Outcome, Rollout, RolloutRow, StepRow, Task, response_segment
+from rlbench.runtime.actors import Beat
+from rlbench.runtime.cluster import ClusterNews, ClusterRefused, HostHeard, WeightsThere
+from rlbench.runtime.driver import Driver, orders_before_rows
+from rlbench.runtime.far_handle import FarMain
+from rlbench.runtime.far_team import FarTeam, RankBeat
+from rlbench.runtime.host_agent import HostBeat
+from rlbench.runtime.hosts import SLOW_LINK_SECONDS, Hosts
 from rlbench.runtime.messages import LoadRequest, LoadResult, PublishRequest, PublishResult
 from rlbench.runtime.prompts import make_pools
+from rlbench.runtime.scoring import SentRequest
 from rlbench.workbench.drill_faults import switch_fault
 
 
@@ -34,13 +45,14 @@ class Recorder:
         self.lost = True
 
 
-def a_driver(root, placement: str, generators: int = 1) -> Driver:
+def a_driver(root, placement: str, generators: int = 1, environments: int = 1) -> Driver:
     "A driver whose actors are up, and nothing more."
     folder = create_run_folder(root, placement)
     config = make_config(
         {
             "placement": placement,
             "generators": generators,
+            "environments": environments,
             "preflight": 0,
             "eval": [],
             "checkpoint_every": 0,
@@ -108,7 +120,8 @@ def test_an_environment_has_the_time_to_rebuild_episodes(tmp_path, turns, hangs)
     driver = a_driver(tmp_path, "colocated")
     handle = driver.workers.handles["environment"]
     segments = tuple(response_segment([0], [0.0], [0], turn=turn) for turn in range(turns))
-    driver.scoring.episodes.requests[3, 0] = ScoreRequest(Rollout(3, 0, 0, 0, Task("a", "1+1=", "2", 1), segments))
+    request = ScoreRequest(Rollout(3, 0, 0, 0, Task("a", "1+1=", "2", 1), segments))
+    driver.scoring.episodes.requests[3, 0] = SentRequest("environment", request)
     handle.heard_at, handle.moved_at = driver.clock.now(), driver.clock.now() - 2 * driver.state.config.score_deadline
     assert driver.watchdog.owed_kinds("environment") == ["score"]
     assert bool(driver.watchdog.find_hung("environment")) == hangs
@@ -181,3 +194,168 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     ), (said, driver.state.reason)
     assert not driver.tables.ballast.held and not (driver.folder / FAULTS / FULL_DISK).exists()
     check_books(driver)
+
+
+# Several environments
+
+
+def with_environments(tmp_path, count: int = 3) -> Driver:
+    "A driver with several environments that are up, and three rollouts that are scored, one in each."
+    driver = a_driver(tmp_path, "split", environments=count)
+    for i in range(count):
+        segments = (response_segment([0], [0.0], [0], turn=0),)
+        rollout = Rollout(i, 0, i, 0, Task("a", "1+1=", "2", 1), segments)
+        driver.live.rollouts[i, 0] = rollout
+        name = f"environment-{i + 1}"
+        driver.state.rollouts[i] = RolloutState(i, 0, i, status="scoring", environment=name)
+        driver.carry(Score(name, i, 0, 1, 10.0, True))
+    return driver
+
+
+def test_what_is_asked_of_environments_reaches_the_right_one(tmp_path):
+    driver = with_environments(tmp_path)
+    handles, episodes = driver.workers.handles, driver.scoring.episodes
+    assert [handles[f"environment-{i + 1}"].given[-1].key for i in range(3)] == [(0, 0), (1, 0), (2, 0)]
+    driver.carry(Abort("environment-2", ((1, 0),)))
+    assert handles["environment-2"].given[-1] == Forget(((1, 0),))
+    list(driver.scoring.hear_turn("environment-3", TurnResult((2, 0), 1, "go on")))
+    assert episodes.open == {(2, 0): "environment-3"}
+    episodes.close((2, 0))
+    assert handles["environment-3"].given[-1] == Forget(((2, 0),)) and not episodes.open
+    assert len(handles["environment-1"].given) == 1
+
+
+def test_the_loss_of_an_environment_names_its_own_rollouts_and_those_of_others(tmp_path):
+    driver = with_environments(tmp_path)
+    driver.models.requests[7, 0] = object()
+    driver.scoring.episodes.open = {(8, 0): "environment-2", (9, 0): "environment-1"}
+    lost = driver.loss_of("environment-2", "killed")
+    assert lost.at_work == ((1, 0),) and set(lost.elsewhere) == {(7, 0), (0, 0), (2, 0)}
+    assert driver.scoring.episodes.open == {(9, 0): "environment-1"}
+    assert set(driver.loss_of("scorer", "killed").elsewhere) == {(0, 0), (2, 0)}
+
+
+def test_only_an_environment_that_was_asked_owes_an_answer(tmp_path):
+    driver = with_environments(tmp_path)
+    del driver.scoring.episodes.requests[1, 0]
+    owed = {name: driver.watchdog.owed_kinds(name) for name in driver.workers.actors_of("environment")}
+    assert owed == {"environment-1": ["score"], "environment-2": [], "environment-3": ["score"]}
+
+
+def test_a_reward_that_waited_for_scores_goes_to_an_environment_that_is_up(tmp_path):
+    driver = with_environments(tmp_path)
+    scoring, models, handles = driver.scoring, driver.models, driver.workers.handles
+    reward = ScoreRequest(driver.live.rollouts[1, 0], part="reward")
+    scoring.episodes.requests.pop((1, 0))
+    models.answered = [reward]
+    assert list(scoring.send_rewards()) == [] and handles["environment-2"].given[-1] is reward
+    driver.state.actors["environment-2"].up = False
+    scoring.episodes.requests.pop((1, 0))
+    scoring.episodes.requests.pop((2, 0))
+    models.answered = [reward]
+    assert list(scoring.send_rewards()) == [] and handles["environment-3"].given[-1] is reward
+    for name in driver.workers.actors_of("environment"):
+        driver.state.actors[name].up = False
+    models.answered = [reward]
+    assert list(scoring.send_rewards()) == [] and models.answered == [reward], "it waits for a restart"
+    for name in driver.workers.actors_of("environment"):
+        driver.state.actors[name].given_up = True
+    (event,) = scoring.send_rewards()
+    assert event.outcome is Outcome.ENVIRONMENT_ERROR and not models.answered
+
+
+def test_a_verdict_is_written_with_the_pool_of_its_own_environment(tmp_path):
+    driver = with_environments(tmp_path)
+    driver.scoring.hear_gauges("environment-1", Gauges(0, 4, 0, 0))
+    driver.scoring.hear_gauges("environment-2", Gauges(0, 0, 4, 0))
+    assert driver.scoring.pools["environment-1"].ready == 4 and driver.scoring.pools["environment-2"].ready == 0
+
+
+def test_weights_and_batches_do_not_wait_for_rows():
+    "Orders keep their order among themselves; a checkpoint, and a batch whose rollouts end now, stay behind the rows."
+    rows = [
+        Write("steps", StepRow(3, 3, (5,), 2)),
+        *(Write("rollouts", RolloutRow(i, 0, 5, Fate.TRAINED, 3)) for i in range(2)),
+    ]
+    publish, train, generate = Publish("generator", 3), Train("trainer", (6, 7), 4), Generate("generator", ())
+    late = Write("rollouts", RolloutRow(9, 0, 8, Fate.STALE, -1))
+    asked = [*rows, publish, late, train, generate, rows[0]]
+    assert orders_before_rows(asked) == [publish, train, *rows, late, generate, rows[0]]
+    ends_now = Write("rollouts", RolloutRow(9, 0, 7, Fate.SURPLUS, -1))
+    for kept in (
+        [*rows, Checkpoint("trainer", 3, "every 3", start_state(make_config({}), [1], {})), train],
+        [ends_now, publish, train],
+    ):
+        assert orders_before_rows(kept) == kept
+
+
+def test_a_trainer_of_several_processes_is_as_silent_as_the_most_silent_one(tmp_path):
+    "The beats of the first process do not stand for the others; a time in which nobody listened counts against none."
+
+    def refuse(name):
+        raise ClusterRefused("no place")
+
+    main = FarMain(print, (), ())
+    ranks = {"trainer-rank-1": main, "trainer-rank-2": main}
+    team = FarTeam("trainer", SimpleNamespace(place_of=refuse), main, ranks, tmp_path, 1.0)
+    until(lambda: team.inbox.waiting, 10)  # it has no place; its messages are put in line here
+    team.inbox.take()
+    team.heard_at = 100.0
+    for message in (Beat(1), RankBeat(0, "trainer-rank-1"), RankBeat(0, "trainer-rank-2")):
+        team.inbox.put(message)
+    assert team.poll(105.0) == [] and (team.heard_at, team.moved_at) == (105.0, 105.0)
+    for message in (Beat(2), RankBeat(0, "trainer-rank-2")):
+        team.inbox.put(message)
+    team.poll(120.0)
+    assert team.heard_at == 105.0 and team.moved_at == 120.0
+    team.heard_at += 10.0  # as the watchdog forgives
+    team.inbox.put(RankBeat(0, "trainer-rank-1"))
+    team.poll(121.0)
+    assert team.heard_at == 121.0
+
+
+def hosts_of_a_drill(folder) -> tuple[Hosts, list]:
+    "Three hosts, the trainer on the first; and what the cluster was asked for."
+    asked = []
+    cluster = SimpleNamespace(
+        news=ClusterNews(),
+        places={},
+        agents={f"host-{i}": f"agent {i}" for i in (1, 2, 3)},
+        ray=SimpleNamespace(kill=lambda agent: asked.append(("kill", agent))),
+        carry_weights=lambda *order: asked.append(order),
+    )
+    homes = {"trainer": 1, "generator-1": 2, "generator-2": 3}
+    handles = {
+        worker: SimpleNamespace(host=f"host-{i}", hosts=(f"host-{i}",), lost=False) for worker, i in homes.items()
+    }
+    folder.joinpath(FAULTS).mkdir()
+    hosts = Hosts(folder, handles, cluster)
+    for name in cluster.agents:
+        cluster.news.put(HostHeard(name, HostBeat(0.5, 0.5, 1e9)))
+    return hosts, asked
+
+
+def test_a_drill_loses_one_host_that_has_no_trainer(tmp_path):
+    hosts, asked = hosts_of_a_drill(tmp_path)
+    switch_fault(tmp_path, LOST_HOST, 60.0)
+    assert list(hosts.hear(1.0)) == []
+    until(lambda: asked, 10)
+    for name in hosts.cluster.agents:
+        hosts.cluster.news.put(HostHeard(name, HostBeat(0.5, 0.5, 1e9)))
+    list(hosts.hear(2.0))
+    assert asked == [("kill", "agent 2")] and not (tmp_path / FAULTS / LOST_HOST).exists()
+
+
+def test_a_drill_makes_weights_late_for_one_host_only(tmp_path):
+    hosts, asked = hosts_of_a_drill(tmp_path)
+    list(hosts.hear(1.0))
+    switch_fault(tmp_path, SLOW_LINK, 60.0)
+    hosts.carry_weights(4, hosts.handles)
+    assert asked == [("host-1", ["host-3"], SLOW_LINK_SECONDS), ("host-1", ["host-2"])]
+    (tmp_path / FAULTS / SLOW_LINK).unlink()
+    for late, targets in (("host-2", ["host-2"]), ("host-3", ["host-3"])):  # behind a slow link nothing queues up
+        asked.clear()
+        hosts.cluster.news.put(WeightsThere(late, 4, 0.0, 0.0, 0.0))
+        list(hosts.hear(2.0))
+        hosts.carry_weights(5, hosts.handles)
+        assert asked == [("host-1", targets)]

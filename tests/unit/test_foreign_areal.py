@@ -1,5 +1,8 @@
 import json
+import shutil
+from pathlib import Path
 
+import polars as pl
 import pytest
 from opened_runs import MADE_UP, Tables, copy_made_up
 
@@ -131,3 +134,14 @@ def test_rejected_responses_are_not_part_of_the_training(tmp_path):
     assert run["steps"].select("rollouts", "trained_rollouts", "reward_mean", "trained_reward").rows() == [
         (4, 2, 0.75, 0.5)
     ]
+
+
+def test_sessions_of_tasks_that_ran_again_are_no_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "A restarted trial counts its tasks from 0 again: their sessions belong to no certain response, and are none."
+    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+    place = copy_made_up("areal", tmp_path)
+    rollouts = next(place.rglob("rollout"))
+    shutil.copytree(rollouts / "0", rollouts / "3")
+    tables = Tables(place)
+    assert tables["rollouts"].filter(pl.col("fate") == "trained").height == 24 + 8
+    assert tables["rollouts"]["fate"].null_count() == 0 and tables["rollouts"].height == 24 + 8 + 3

@@ -6,8 +6,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from opened_runs import column, open_only
+from opened_runs import Tables, column, open_only
 
+import rlbench as rl
 from rlbench.foreign.opening import opened_table
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source import read_source
@@ -92,7 +93,8 @@ def test_mutated(logs: Path) -> None:
     rollouts = {(row["task"], row["k"]): row for row in opened_table(folder, "rollouts").to_dicts()}
     assert len(rollouts) == 5
     judged, failed = rollouts["b", 0], rollouts["c", 0]
-    assert judged["reward"] == 0.25 and judged["part_names"] == ["judge/style", "judge/facts"]
+    assert judged["reward"] is None  # it has no score of the scorer that was taken for the others
+    assert judged["part_names"] == ["judge/style", "judge/facts"]
     assert judged["prompt"] == "5+5+4=" and column(folder, "tokens", "logprobs") == [[-0.5, -0.5]]
     assert failed["reward"] is None and failed["message"] == "out of memory"
 
@@ -107,3 +109,23 @@ def test_several_turns(logs: Path) -> None:
     folder = open_only(logs / "sums.json", "inspect")
     assert column(folder, "rollouts", "turns") == [2] and column(folder, "rollouts", "calls") == [1]
     assert column(folder, "rollouts", "said")[0][1:] == ["9", "56"]
+
+
+def test_the_score_that_is_the_reward_is_a_guess_and_can_be_chosen(logs: Path) -> None:
+    log = json.loads((logs / "sums.json").read_text())
+    scorer = next(iter(log["samples"][0]["scores"]))
+    assert any(
+        guess.startswith(f"reward: its only part, `{scorer}`") for guess in Tables(logs / "sums.json").source.guesses
+    )
+    for number, sample in enumerate(log["samples"]):
+        sample["scores"]["brevity"] = {"value": number / 10}
+    (logs / "sums.json").write_text(json.dumps(log))
+    taken = rl.open(logs / "sums.json")
+    (sentence,) = (guess for guess in taken.source.guesses if guess.startswith("reward:"))
+    assert f"the part `{scorer}`" in sentence and "`brevity`" in sentence and "columns" in sentence
+    chosen = rl.open(logs / "sums.json", kind="inspect", columns={"reward": "brevity"})
+    assert chosen.rollouts["reward"].to_list() == [number / 10 for number in range(6)]
+    assert "correct" not in chosen.rollouts.columns  # the verdict was another scorer's
+    assert not any(guess.startswith("reward:") for guess in chosen.source.guesses)
+    with pytest.raises(ValueError, match=r"columns: reward: unknown name 'brevty'; did you mean 'brevity'"):
+        rl.open(logs / "sums.json", kind="inspect", columns={"reward": "brevty"})

@@ -4,7 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
+from opened_runs import Tables, copy_made_up, rewrite_lines
 
 from rlbench.foreign.nemo_rl import read_trained
 from rlbench.foreign.opening import cached_folder, opened_table, refresh
@@ -97,3 +99,18 @@ def test_scalars_belong_to_the_run(run: Path, root: Path) -> None:
     shutil.copytree(root / "tests/foreign/openrlhf/monday", run / "tensorboard")
     folder = open_only(run)
     assert "train/policy_loss" in opened_table(folder, "metrics")["name"].to_list()
+
+
+def test_responses_without_a_prompt_are_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Equal prompts make a group. Two lines without a prompt have none in common."
+    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+    place = copy_made_up("nemo_rl", tmp_path)
+    numbers = iter(range(100))
+    rewrite_lines(next(place.rglob("train_data_step1.jsonl")), lambda record: without_text(record, next(numbers)))
+    tables = Tables(place)
+    first = tables["rollouts"].filter(pl.col("step") == 1)
+    assert first["group"].null_count() == 2 and tables.column("groups", "size") == [2, 4, 4, 4, 4, 4]
+
+
+def without_text(record: dict, number: int) -> dict:
+    return record | {"content": None} if number < 2 else record

@@ -133,7 +133,7 @@ def test_refused_mappings(place: Path, columns: dict, words: str) -> None:
 
 
 def test_mapping_with_another_kind_is_refused(place: Path) -> None:
-    with pytest.raises(ForeignError, match="only a plain table takes a mapping"):
+    with pytest.raises(ForeignError, match="they choose the part that is the reward"):
         find_foreign_runs(place, "verl", MAPPING)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from opened_runs import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
+from opened_runs import MADE_UP, Tables, copy_made_up, kinds_under, lines_of, rewrite_lines, tear_last_line
 
+import rlbench as rl
 from rlbench.foreign import opening
-from rlbench.foreign.episodes import NodeRecord, last_branch, response_positions, written_values
+from rlbench.foreign.episodes import NodeRecord, branch_to, leaves_of, response_positions, written_values
 from rlbench.foreign.opening import refresh
 from rlbench.foreign.registry import find_foreign_runs
 
@@ -216,9 +217,10 @@ def test_the_last_branch_and_its_positions():
     "A compacted conversation: the second root begins another branch. A parent that is none ends the walk."
     nodes = [NodeRecord(token_ids=[1]), NodeRecord(parent=0, sampled=True, token_ids=[2], mask=[True])]
     nodes += [NodeRecord(token_ids=[3]), NodeRecord(parent=2, sampled=True, token_ids=[4, 5], mask=[True, True])]
-    branch = last_branch([*nodes, NodeRecord(parent=3, token_ids=[6])])
+    branch = branch_to([*nodes, NodeRecord(parent=3, token_ids=[6])], len(nodes))
+    assert leaves_of([NodeRecord(), NodeRecord(parent=0), NodeRecord(parent=0)]) == [1, 2]
     assert [node.token_ids for node in branch] == [[3], [4, 5], [6]] and response_positions(branch) == [1, 2]
-    assert len(last_branch([NodeRecord(parent=0), NodeRecord(parent=1)])) == 2
+    assert len(branch_to([NodeRecord(parent=0), NodeRecord(parent=1)], 1)) == 2
     assert written_values(NodeRecord(token_ids=[1, 2], mask=[False, True]), ["a"]) == ["a"]
     assert written_values(NodeRecord(token_ids=[1, 2], mask=[True, True]), ["a"]) is None
 
@@ -250,3 +252,42 @@ def test_a_piece_of_small_files_is_read_again_when_one_of_them_changes(copy):
         file.write("torn")
     assert opening.refresh(tables.found)
     assert len(set(tables.source.keys) - set(before)) == 1 and by_step(tables, "reward_mean") == STEPS
+
+
+def test_all_branches_of_an_episode_are_there(tmp_path):
+    "An episode that was tried twice and then compacted: the last branch is the response, the others stand beside it."
+    place = copy_made_up("prime_rl", tmp_path) / "july"
+    paths = sorted((place / "rollouts").rglob("traces.jsonl"))
+    key = next(lines_of(paths[0]))["traces"][0]["id"]
+
+    def change(record: dict) -> dict:
+        trace = record["traces"][0]
+        if trace["id"] != key:
+            return record
+        first, answer = trace["nodes"][0], trace["nodes"][-1]
+        other = answer | {"message": answer["message"] | {"content": "another way"}}
+        root = {
+            "message": {"role": "user", "content": "what was said so far"},
+            "token_ids": [7, 7],
+            "mask": [False] * 2,
+        }
+        last = answer | {"parent": len(trace["nodes"]) + 1, "message": {"role": "assistant", "content": "the end"}}
+        trace["nodes"] += [other, root, last]
+        trace.pop("num_output_tokens", None)
+        assert first["message"]["role"] != "assistant"
+        return record
+
+    for path in paths:
+        rewrite_lines(path, change)
+    run = rl.open(place)
+    (row,) = run.rollouts.filter(run.rollouts["key"] == key).to_dicts()
+    assert row["branches"] == 3 and row["text"] == "the end" and run.rollouts["branches"].drop_nulls().len() == 1
+    branches = run.branches.to_dicts()
+    assert [(branch["rollout"], branch["branch"]) for branch in branches] == [(row["rollout"], 0), (row["rollout"], 1)]
+    assert branches[1]["text"] == "another way" and branches[0]["prompt"] == branches[1]["prompt"]
+    assert len(branches[0]["tokens"]) == len(branches[0]["logprobs"])
+    assert row["length"] == 3 * len(branches[0]["tokens"])
+    shown = run.rollout(row["rollout"])
+    page = shown._repr_html_()
+    assert "the last of 3 branches" in repr(shown) and "branch 2 of 3" in page and "another way" in page
+    assert "<small>temperature</small>" not in page and "<small>level</small>" not in page  # neither was recorded

@@ -80,3 +80,16 @@ def test_mutated(run: Path) -> None:
     (said,) = rollouts["said"].drop_nulls().to_list()
     assert said == ["55", "no", "56"]
     assert column(folder, "phases", "seconds") == [2.5]
+
+
+def test_a_uid_that_occurs_twice_in_an_episode(run: Path) -> None:
+    "Three trajectories under one uid, and two without any, are five responses."
+    path = sorted(run.glob("episodes/train_step_1_epoch_0/*"))[0]
+    turns = [{"observation": "8*7=", "model_response": str(number)} for number in range(5)]
+    named = [{"name": "solver", "uid": "same", "steps": [turn], "reward": 1.0} for turn in turns[:3]]
+    nameless = [{"name": "judge", "steps": [turn], "reward": 0.0} for turn in turns[3:]]
+    edit(path, trajectories=[*named, *nameless])
+    folder = open_only(run, "rllm")
+    assert len(opened_table(folder, "rollouts")) == 23 + 5
+    texts = opened_table(folder, "rollouts").filter(pl.col("text").is_in(["0", "1", "2", "3", "4"]))["text"]
+    assert sorted(texts) == ["0", "1", "2", "3", "4"]

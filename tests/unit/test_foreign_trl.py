@@ -7,6 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+import rlbench as rl
 from rlbench.foreign.opening import cached_folder, opened_table, refresh
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source import read_source
@@ -111,3 +112,54 @@ def test_a_missing_column(runs: Path, missing: str) -> None:
     folder = open_only(runs / "plain")
     assert opened_table(folder, "rollouts")["step"].to_list() == [1] * 8
     assert read_source(folder).has("rollouts.reward") == (missing != "accuracy_reward")
+
+
+def test_columns_that_no_figures_name_are_a_guess(runs: Path) -> None:
+    "Without a state, a logged column of numbers may be taken for a reward function; it is said, and one can be chosen."
+    path = next((runs / "plain").rglob("*.parquet"))
+    table = pl.read_parquet(path)
+    function = table.columns[table.columns.index("completion") + 1]
+    logged = table.select(*table.columns[:-1], pl.lit(7.0).alias("seconds_taken"), "advantage")
+    logged.write_parquet(path)
+    run = rl.open(runs / "plain")
+    assert any("`seconds_taken`" in guess and "log_extra" in guess for guess in run.source.guesses)
+    chosen = rl.open(runs / "plain", kind="TRL", columns={"reward": function})
+    assert chosen.rollouts["reward"].to_list() == table[function].to_list()
+
+
+def test_event_files_name_the_reward_functions(runs: Path) -> None:
+    "Of a run without a checkpoint, event files name the functions and tell their weights."
+    from torch.utils.tensorboard import SummaryWriter
+
+    path = next((runs / "plain").rglob("*.parquet"))
+    table = pl.read_parquet(path)
+    function = table.columns[table.columns.index("completion") + 1]
+    table.select(*table.columns[:-1], pl.lit(7.0).alias("seconds_taken"), "advantage").write_parquet(path)
+    with SummaryWriter(str(runs / "plain" / "runs")) as writer:
+        writer.add_scalar(f"train/rewards/{function}/mean", table[function].mean(), 1)
+        writer.add_scalar("train/reward", table[function].mean(), 1)
+    run = rl.open(runs / "plain")
+    assert run.rollouts["part_names"].to_list() == [[function]] * len(table)
+    assert run.rollouts["reward"].to_list() == table[function].to_list()
+    assert not any(guess.startswith(("reward", "parts")) for guess in run.source.guesses)
+
+
+def test_weights_that_a_checkpoint_tells_later_are_taken_for_what_was_read_before(runs: Path) -> None:
+    state = runs / "monday" / "checkpoint-3" / "trainer_state.json"
+    aside = state.rename(runs / "state.json")
+    run = rl.open(runs / "monday")
+    assert any(guess.startswith("reward: the sum of its parts") for guess in run.source.guesses)
+    written = json.loads(aside.read_text())
+    for entry in written["log_history"]:
+        entry["reward"] = 0.5 * entry["rewards/accuracy_reward/mean"] + 2 * entry["rewards/format_reward/mean"]
+    state.write_text(json.dumps(written))
+    assert run.look() and not any(guess.startswith("reward") for guess in run.source.guesses)
+    for parts, reward in run.rollouts.select("part_values", "reward").iter_rows():
+        assert reward == pytest.approx(0.5 * parts[0] + 2 * parts[1])
+
+
+def test_a_reward_function_without_a_column_is_said(runs: Path) -> None:
+    for path in (runs / "monday").rglob("*.parquet"):
+        pl.read_parquet(path).drop("format_reward").write_parquet(path)
+    guesses = rl.open(runs / "monday").source.guesses
+    assert any("no column of `format_reward`, which the figures name" in guess for guess in guesses)

@@ -96,3 +96,19 @@ def test_results_of_completion_models_and_trajectories(tmp_path):
     )
     assert tables["tokens"].row(0, named=True)["turn"] == [0, 1]
     assert tables.column("evals", "eval") == ["sums"]
+
+
+def test_a_failure_without_tokens_has_no_length(tmp_path):
+    "Some write 0 tokens for an episode that failed before it began; a response that ended at once has length 0."
+    place = Path(shutil.copytree(RESULTS, tmp_path / "evaluation"))
+    counts = iter([0, 0, 0, 8, 8, 8])
+
+    def change(record: dict) -> dict:
+        count = next(counts)
+        failed = {"error": "the server is gone", "reward": None} if count == 0 and record["example_id"] == 0 else {}
+        return record | failed | {"token_usage": {"output_tokens": count}}
+
+    rewrite_lines(place / "results.jsonl", change)
+    tables = Tables(place)
+    assert tables.column("rollouts", "length") == [None, None, 0, 8, 8, 8]
+    assert tables.column("evals", "length_mean") == [6.0]  # of the two tasks that have lengths

@@ -2,8 +2,10 @@
 
 import random
 import time
+from collections import Counter
 
 import pytest
+from hosts_world import a_world_of_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 from inline import check_books, inline_run
@@ -19,7 +21,7 @@ from rlbench.environments.environment import EnvironmentActor
 from rlbench.loop.config import RunConfig, make_config
 from rlbench.loop.config_files import to_toml
 from rlbench.loop.ending import FRUITLESS_BATCHES, abandon_run
-from rlbench.loop.events import Commanded, Lost, Started
+from rlbench.loop.events import Commanded, Lost, Started, kind_of
 from rlbench.loop.fates import are_books_closed
 from rlbench.loop.loop import step
 from rlbench.loop.state import start_state
@@ -60,6 +62,24 @@ def test_books_bound_and_repeat(r, trouble):
             (e.name, v) for e in config.eval for v in (0, world.state.version)
         }
     assert a_world(seed, commands, faults).run().record() == world.record()
+
+
+@pytest.mark.slow
+@examples(120)
+@given(RANDOMS)
+def test_hosts_come_and_go(r):
+    """Hosts are lost and join at random, between other losses and restarts: no actor is started twice or on a lost host,
+    none is charged a restart, each loss is one alert, the books close, and the run ends the same way twice."""
+    seed = r.randrange(10**9)
+    world = a_world_of_hosts(seed).run()
+    alerts = Counter(row.author for row in world.watch.commands if row.knob == "alert")
+    assert alerts["guard: host lost"] == world.notified.count("host lost") == world.losses
+    assert alerts["guard: host joined"] == world.notified.count("host joined") <= world.returns
+    state = world.state
+    if state.phase == "failed" and "no host joined" in state.reason:
+        kind = kind_of(state.reason.partition(" ")[0])
+        assert all(actor.given_up for actor in state.actors.values() if actor.kind == kind)
+    assert a_world_of_hosts(seed).run().record() == world.record()
 
 
 def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
@@ -294,3 +314,25 @@ def test_what_the_generators_were_not_built_for_is_refused(tmp_path):
         ("16", "applied"),
         ("64", "applied"),
     ] and "use at most 64" in rows[0]["reason"]
+
+
+def world_with_slow_link(delay_s: float) -> World:
+    "A world that has ended, of two generators; weights need `delay_s` to the second one."
+    eval_sets = [{"count": 6, "every": 10}]
+    config = small(steps=30, batch=16, group=4, staleness=2, generators=2, preflight=0, eval=eval_sets)
+    world = World(config, 11, (16, 16), pace=0.001)
+
+    def publish(action):
+        delay = delay_s if action.actor == "generator-1" else 0.02
+        world.later(delay, world.load, action.actor, action.version, world.machines[action.actor].life)
+
+    world.do_publish = publish
+    return world.run()
+
+
+def test_a_slow_link_does_not_hold_back_the_other_generators():
+    "Weights that come late to one generator cost what it would have done: training goes on, evaluations happen, the bound holds."
+    usual, slow = world_with_slow_link(0.02), world_with_slow_link(5.0)
+    assert slow.state.version == 30 and max(slow.watch.lags) <= 2
+    assert slow.now < 1.5 * usual.now
+    assert [row.version // 10 for row in slow.watch.evals] == [0, 1, 2, 3]

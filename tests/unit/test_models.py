@@ -21,13 +21,7 @@ from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
 from rlbench.training.trainer import Trainer, TrainerConfig
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made_group(policy, size: int = 4) -> Group:

@@ -1,10 +1,13 @@
 """A run of another system, opened: tables, what is missing, live growth, advice, prediction, and what is refused."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from opened_runs import rewrite_lines
 
 import rlbench as rl
 from rlbench.foreign.opening import cached_folder, find_or_open, opened_table
@@ -15,6 +18,7 @@ from rlbench.runtime.live_view import LiveView
 from rlbench.views.card_html import run_card_html, still_cards_html
 from rlbench.views.cards import CARDS
 from rlbench.views.light import run_light
+from rlbench.views.sinks import export_run, read_exported_run
 from rlbench.workbench.opened_run import OpenedRun, OpenedRuns
 
 FOREIGN = Path(__file__).parents[1] / "foreign"
@@ -245,3 +249,136 @@ def test_a_rollout_that_an_opened_run_does_not_have(theirs):
         run.rollout(999)
     with pytest.raises(ValueError, match="policy: .* was made by slime, whose weights are not read here"):
         rl.open(FOREIGN / "slime").cards([0], policy=True)
+
+
+def age_files(folder: Path, seconds: float) -> None:
+    "Make the files of a folder as old as this."
+    then = time.time() - seconds
+    for path in folder.rglob("*"):
+        os.utime(path, (then, then))
+
+
+def test_what_is_known_of_the_end_is_said(tmp_path):
+    "Files of equal age are a copy; one file that is newer is a run that may go on; steps that were asked for end it."
+    place = shutil.copytree(VERL / "v0", tmp_path / "copied", copy_function=shutil.copy)
+    age_files(place, 100)
+    run = rl.open(place)
+    assert run.state == "finished" and "a copy: its" in repr(run) and "running" not in repr(run)
+    newest = place / "rollout_data" / "3.jsonl"
+    os.utime(newest)
+    assert run.look() and run.state == "running" and ", last written 0 s ago," in repr(run).replace("1 s", "0 s")
+    age_files(place, 3600)
+    os.utime(newest, (time.time() - 1800,) * 2)
+    assert run.look() and run.state == "finished" and "UTC" in repr(run).splitlines()[0]
+
+
+def test_a_run_that_is_no_longer_written_is_finished(theirs, monkeypatch):
+    run = rl.open(theirs)
+    newest = theirs / "rollout_data" / "3.jsonl"
+    os.utime(newest)
+    assert run.look() and run.state == "running"
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert not run.look() and run.state == "finished"
+
+
+def test_marks_of_the_end(tmp_path):
+    log = Path(shutil.copy(FOREIGN / "inspect" / "sums.json", tmp_path))
+    os.utime(log)
+    assert ", finished: `status` is success," in repr(rl.open(log))
+    log.write_text(log.read_text().replace('"success"', '"started"'))
+    assert ", a copy: its newest record is of 2026-09-21 " in repr(rl.open(log))
+    trl = shutil.copytree(FOREIGN / "trl" / "monday", tmp_path / "trl")
+    (state,) = trl.rglob("trainer_state.json")
+    facts = json.loads(state.read_text())
+    for last, word in ((3, "finished"), (4, "running")):
+        state.write_text(json.dumps(facts | {"max_steps": last}))
+        assert rl.open(trl).state == word
+
+
+def test_an_old_run_that_was_copied_today_does_not_go_on(tmp_path):
+    place = shutil.copytree(FOREIGN / "prime_rl" / "autumn", tmp_path / "copied", copy_function=shutil.copy)
+    first, *_ = sorted(path for path in place.rglob("*") if path.is_file())
+    os.utime(first, (time.time() - 60,) * 2)
+    run = rl.open(place)
+    assert run.state == "finished" and "a copy: its newest record is of 2026-" in repr(run)
+
+
+def test_an_evaluation_that_is_compared_does_not_run(tmp_path):
+    logs = [Path(shutil.copy(FOREIGN / "inspect" / name, tmp_path)) for name in ("sums.json", "sums.eval")]
+    logs[0].write_text(logs[0].read_text().replace('"success"', '"started"'))
+    found = repr(rl.compare(*map(rl.open, logs)))
+    assert "an evaluation" in found and "running" not in found and "up to now" not in found
+    place = shutil.copytree(VERL / "v1", tmp_path / "theirs")
+    os.utime(place / "rollout_data" / "3.jsonl")
+    found = repr(rl.compare(rl.open(place), rl.open(FOREIGN / "slime" / "dump")))
+    assert "theirs was last written " in " ".join(found.split()) and "its figures are those up to now" in found
+
+
+def test_the_id_of_an_opened_run_in_a_tracker_stays(theirs):
+    run = rl.open(theirs)
+    before = read_exported_run(run.folder)
+    with open(theirs / "rollout_data" / "3.jsonl", "a") as file:
+        file.write("\n")
+    assert run.look()
+    after = read_exported_run(run.folder)
+    assert (after.id, after.born) == (before.id, before.born)
+    twin = rl.open(shutil.copytree(theirs, theirs.parent / "other" / "theirs"))
+    assert read_exported_run(twin.folder).id != before.id
+
+
+def test_an_export_of_an_opened_run_needs_a_folder(theirs, tmp_path):
+    run = rl.open(theirs)
+    with pytest.raises(
+        ValueError, match=r"folder: 'theirs' was made by verl .*rlbench export .*theirs .*--to tensorboard"
+    ):
+        export_run(run.folder, "tensorboard")
+    assert not (run.folder / "tensorboard").exists()
+    exported = export_run(run.folder, "tensorboard", tmp_path / "out")
+    assert exported.place == tmp_path / "out" / "theirs" and list(exported.place.iterdir())
+
+
+def segment_inodes(run: OpenedRun) -> dict[str, int]:
+    "File of a segment of rollouts and tokens -> its inode."
+    tables = [run.folder / "ledger" / name for name in ("rollouts", "tokens")]
+    return {f"{table.name}/{path.name}": path.stat().st_ino for table in tables for path in table.glob("*.parquet")}
+
+
+def long_answers(record: dict) -> dict:
+    "An episode of prime-rl of about 200 KiB."
+    for node in record["traces"][0]["nodes"]:
+        node["message"]["content"] += " and so on" * 10_000
+    return record
+
+
+def test_only_what_is_new_is_made_again(tmp_path, monkeypatch):
+    "A step that arrives leaves the segments of the steps before it as they are, and the tables are those of a new look."
+    place = tmp_path / "july"
+    shutil.copytree(FOREIGN / "prime_rl" / "july", place)
+    for path in (place / "rollouts").rglob("traces.jsonl"):
+        rewrite_lines(path, long_answers)
+    last = tmp_path / "step_3"
+    shutil.move(place / "rollouts" / "step_3", last)
+    run = rl.open(place)
+    before, rollouts = segment_inodes(run), run.rollouts
+    assert len(before) > 2
+    shutil.move(last, place / "rollouts" / "step_3")
+    assert run.look() and len(run.rollouts) > len(rollouts)
+    after = segment_inodes(run)
+    kept = [name for name, inode in before.items() if after.get(name) == inode]
+    assert len(kept) >= len(before) - 1 and run.rollouts.head(len(rollouts))["key"].equals(rollouts["key"])
+    columns = run.rollouts.columns
+    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "another cache"))
+    fresh = rl.open(place)
+    for name in ("rollouts", "tokens", "steps", "groups", "evals"):
+        assert run.table(name).equals(fresh.table(name)), name
+    assert fresh.rollouts.columns == columns
+
+
+def test_a_value_that_changed_is_made_again(theirs):
+    run = rl.open(theirs)
+    assert run.rollouts["reward"][0] != 0.25
+    path = theirs / "rollout_data" / "1.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"score": 0.25}), *lines[1:]]) + "\n")
+    assert run.look() and run.rollouts["reward"][0] == 0.25

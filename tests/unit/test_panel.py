@@ -313,7 +313,7 @@ def test_pause_step_go_and_stop(live):
     click("stop")
     assert live.state == "running"
     panel.buttons.all["stop"].click()
-    assert live.wait(60) == "stopped"
+    assert live.wait(400) == "stopped"
     assert frame(panel).light.word == "stopped" and all(button.disabled for button in panel.buttons.all.values())
 
 
@@ -343,7 +343,7 @@ def test_the_panel_of_a_run_that_has_not_started_or_is_gone(tmp_path):
     "Empty folders, ended runs and removed folders make a frame, not a traceback."
     r = run(SCRIPTED, runs=tmp_path, name="short", steps=4)
     panel = frame(Panel(r.folder, period=0.05))
-    assert r.wait(60) == "finished"
+    assert r.wait(400) == "finished"
     panel.start()
     panel.thread.join(20)
     assert not panel.thread.is_alive() and panel.light.word == "finished"  # the thread leaves with the run
@@ -399,12 +399,12 @@ def test_a_name_used_again_is_another_run(tmp_path):
     import shutil
 
     first = run(SCRIPTED, runs=tmp_path, name="again", steps=6)
-    assert first.wait(60) == "finished"
+    assert first.wait(400) == "finished"
     panel = frame(Panel(first.folder))
     shutil.rmtree(first.folder)
     panel.frame()
     assert "is gone" in panel.parts["message"].value
-    assert run(SCRIPTED, runs=tmp_path, name="again", steps=2).wait(60) == "finished"
+    assert run(SCRIPTED, runs=tmp_path, name="again", steps=2).wait(400) == "finished"
     frame_of = frame(panel)
     assert (
         frame_of.snapshot.version == 2

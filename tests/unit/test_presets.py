@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from rlbench.cli.main import app
 from rlbench.loop.config_files import load_config, presets
 from rlbench.loop.config_notes import notes_on
+from rlbench.loop.config_tables import ConfigError
 from rlbench.models.hardware import MODELS
 from rlbench.runtime.memory_plan import facts_of, machine_named, memory_plan, plan_of
 
@@ -104,3 +105,9 @@ def test_a_configuration_whose_tokens_are_of_another_policy_is_told():
     assert not told(top_p=0.8, top_k=5) and not told(**scripted, top_p=0.8, correction="none")
     about = {field for name in presets() for note in notes_on(load_config(name)) for field in note.fields}
     assert not about & {"staleness", "top_p", "top_k"}
+
+
+def test_a_field_inside_a_list_of_tables_is_refused_by_name():
+    "`eval` is a list, and a number in a dotted name is no place in it."
+    with pytest.raises(ConfigError, match=r"^eval\.0\.count: eval is a list of tables; .* eval=\[\{count = 16\}\]$"):
+        load_config("tiny", {"eval.0.count": 16})

@@ -340,14 +340,20 @@ def test_the_draw_for_vllm_hands_its_masks_on():
 
     rows = moved_rows({}, Update)
     assert [(d.name, d.position) for d in rows.values()] == [("a", 2), ("b", 0), ("c", 0)]
-    said, kept = draw_rows(logits_RV, [rows[row] for row in range(3)])
+    said = logits_RV.clone()
+    drawn = draw_rows(said, [rows[row] for row in range(3)])
+    kept = drawn.read_kept()
     for row, (_, _, temperature, _, top_k, _) in enumerate(asked):
         token = int(said[row].argmax())
+        assert token == drawn.token_R[row]
         ids = kept[row] if len(kept[row]) else np.arange(200)
         inside = (logits_RV[row, ids] / temperature).log_softmax(-1)
-        assert abs(float(inside[ids.tolist().index(token)] - said[row, token])) < 1e-5
+        assert abs(float(inside[ids.tolist().index(token)] - drawn.logprob_R[row])) < 1e-5
     assert len(kept[0]) < 200 and 0 < len(kept[1]) <= 9 and not len(kept[2])
-    assert draw_rows(logits_RV, [Drawing(1, 0, 0.0, 0.5, 0, [])] * 3)[1] is None  # greedy: nothing to divide by
+    greedy = draw_rows(logits_RV.clone(), [Drawing(1, 0, 0.0, 0.5, 0, [])] * 3)
+    assert greedy.read_kept() is None and greedy.token_R.tolist() == logits_RV.argmax(-1).tolist()
+    alone = draw_rows(logits_RV[:1].clone(), [rows[0]])
+    assert alone.token_R[0] == drawn.token_R[0] and alone.logprob_R[0] == drawn.logprob_R[0]
 
 
 @pytest.mark.slow

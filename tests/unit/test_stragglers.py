@@ -37,7 +37,9 @@ def sent(driver: Driver) -> list[tuple[int, int]]:
 @pytest.mark.slow
 def test_partial_rollouts_go_on_in_real_processes(tmp_path):
     "Stopped when weights come, taken up with their tokens, each of its version; what is old weighs what was asked for, and nothing is paid for in vain."
-    driver = a_run(tmp_path, stragglers="partial", staleness=2, old_tokens="correct")
+    driver = a_run(
+        tmp_path, stragglers="partial", staleness=2, old_tokens="correct", steps=12
+    )  # weights often come between
     tokens, rollouts = read_table(driver.folder, "tokens"), read_table(driver.folder, "rollouts")
     mixed = tokens.filter(pl.col("versions").list.n_unique() > 1)
     assert len(mixed) and "aborted" not in rollouts["fate"].unique()

@@ -20,13 +20,7 @@ from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segm
 from rlbench.training.trainer import Trainer, TrainerConfig, padding_share, prepare_batch, split_rows
 from rlbench.training.weight_transport import hand_over
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(groups, batches: int = 1, goal=make_objective(), **settings_):
