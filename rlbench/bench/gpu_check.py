@@ -178,14 +178,14 @@ TRAINING_CHECKS = (
         "turns-torch",
         "memory stays where it is over 50 turns of generator and trainer",
         partial(training.see_turns, engine="torch"),
-        "restart the run from a checkpoint every few hours, and report the figures above",
+        "end other programs on this GPU, which count, and try again; else restart runs every few hours from a checkpoint",
         limit_s=300.0,
     ),
     GpuCheck(
         "turns-vllm",
         "memory stays where it is over 50 turns of generator and trainer",
         partial(training.see_turns, engine="vllm"),
-        "restart the run from a checkpoint every few hours, and report the figures above",
+        "end other programs on this GPU, which count, and try again; else restart runs every few hours from a checkpoint",
         limit_s=300.0,
     ),
     GpuCheck(

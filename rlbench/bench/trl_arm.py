@@ -243,3 +243,5 @@ def main(job_file: str, out_file: str) -> None:
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # all lines are written, and TRL's continuous batching may leave a thread that never ends

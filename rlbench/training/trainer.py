@@ -8,7 +8,7 @@ __all__ = ['FIXED_SETTINGS', 'start_logprobs', 'StepCounts', 'objective_tokens',
            'learning_rate', 'optimized_parameters', 'optimizer_step', 'needs_start_pass', 'train_arrays', 'undo_steps',
            'forward_pass', 'flat_pass', 'padded_logprobs', 'Critic', 'ReplayBuffer', 'TrainerExtras',
            'scheduled_weights', 'memory_after', 'prepare_with_extras', 'mean_advantages', 'gather_moments',
-           'load_moments', 'make_accelerator', 'Trainer']
+           'load_moments', 'choose_device', 'Trainer']
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-imports
 # The trainer: version v + 1 of the weights out of version v and one batch of groups.
@@ -542,13 +542,13 @@ def load_moments(trainer: "Trainer", state: dict) -> None:
     load_state(trainer.optimizer, {**state, "state": parts})
 
 
-def make_accelerator(config: TrainerConfig):
-    "Accelerate's choice of device and precision. ValueError for a GPU that is not there."
+def choose_device(config: TrainerConfig) -> torch.device:
+    """Accelerate's choice of device. The precision is each trainer's own: Accelerate has one for the whole process.
+    ValueError for a GPU that is not there."""
     from accelerate import Accelerator
 
-    precision = "bf16" if config.precision == "bf16" else "no"
-    found = Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
-    if config.device == "cuda" and found.device.type != "cuda":
+    found = Accelerator(mixed_precision="no", cpu=config.device == "cpu").device
+    if config.device == "cuda" and found.type != "cuda":
         raise ValueError('device: "cuda" is asked for and this machine has none; use "auto" or "cpu"')
     return found
 
@@ -570,8 +570,8 @@ class Trainer:
         team: Alone = ALONE,
         extras: TrainerExtras | None = None,
     ):
-        self._accelerator = make_accelerator(config)
-        check_options(config, has_gpu=self._accelerator.device.type == "cuda")
+        device = choose_device(config)
+        check_options(config, has_gpu=device.type == "cuda")
         self.config = config
         self.objective = objective
         self.pad_id = pad_id
@@ -579,8 +579,8 @@ class Trainer:
         self.team = team
         self.extras = extras or TrainerExtras()
         self.model = model.to(torch.float32).eval()
-        compute, self.shares = forward_pass(self.model, config, self._accelerator.device, team)
-        self._compute, self.device = team.shard(self.model, compute, self._accelerator.device)
+        compute, self.shares = forward_pass(self.model, config, device, team)
+        self._compute, self.device = team.shard(self.model, compute, device)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(config, trained)
 
@@ -639,7 +639,7 @@ class Trainer:
             self.extras.critic.load_state_dict(state["critic"])
 
     def _forward(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._accelerator.autocast():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             return self._compute(
                 self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R, micro.kept
             )
