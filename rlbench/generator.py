@@ -370,6 +370,7 @@ class PlayedGenerator:
         self.clockwork = DecodeSlots()
         self.loads = [(0, version)]
         self.prefilled = 0
+        self._cached_at_0 = 0  # sum of `cached_tokens(0)` over what runs
 
     @property
     def concurrency(self) -> int:
@@ -420,6 +421,7 @@ class PlayedGenerator:
             sequence.prefill = sequence.cached_tokens(self.now)
             sequence.rebuilt = sequence.request.done > 0 and bool((partial.versions != self.version).any())
             self.running[key] = sequence
+            self._cached_at_0 += sequence.cached_tokens(0)
             self.prefilled += sequence.prefill
             self.clockwork.start(key, sequence.left)
 
@@ -444,6 +446,7 @@ class PlayedGenerator:
         segment = sequence.request.partial
         if self.running.pop(key, None) is not None:
             new = self.clockwork.stop(key)
+            self._cached_at_0 -= sequence.cached_tokens(0)
             segment = sequence.written_segment(self.now, self.loads)
         if segment is None or not keep:
             segment = response_segment([], [], [])
@@ -478,7 +481,7 @@ class PlayedGenerator:
 
     def stats(self) -> Stats:
         "Counters."
-        resident = sum(sequence.cached_tokens(self.now) for sequence in self.running.values())
+        resident = self._cached_at_0 + self.now * len(self.running)
         return Stats(
             running=len(self.running),
             waiting=len(self.waiting),

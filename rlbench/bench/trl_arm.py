@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LIKE_RLBENCH', 'NAMES_AT_TRL', 'CONTINUOUS', 'TrlSetting', 'TrlJob', 'read_job', 'setting_arguments',
-           'grpo_arguments', 'rate_at', 'LastServed', 'make_clock', 'load_verifier', 'main']
+           'grpo_arguments', 'rate_at', 'LastServed', 'make_clock', 'load_verifier', 'main', 'leave_at_once']
 
 # %% ../../nbs/bench/14_trl_arm.ipynb #trl-arm-imports
 # TRL's side of the comparison: a script that trains with `GRPOTrainer` and writes what each step took.
@@ -239,9 +239,15 @@ def main(job_file: str, out_file: str) -> None:
     trainer.train()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # or leaving may abort
+    leave_at_once()
+
+
+def leave_at_once() -> None:
+    "End the process without freeing anything: after several processes, PyTorch may wait for ever in a destructor."
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # all lines are written, and TRL's continuous batching may leave a thread that never ends
