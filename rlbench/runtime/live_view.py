@@ -231,6 +231,7 @@ STEP_COLUMNS = (
     "logprob_diff_mean",
     "logprob_diff_max",
     "ess",
+    "masked_tokens",
     "value_loss",
     "value_explained",
     "publish_seconds",

@@ -6,8 +6,8 @@
 __all__ = ['LEVEL_LINES', 'LAW_CAUTION', 'HEALTH_COLUMNS', 'HOST_ROLES', 'served_level_lines', 'held_out_lines', 'solve_charts',
            'laws_charts', 'length_charts', 'is_colocated', 'time_charts', 'queue_charts', 'staleness_bound',
            'staleness_charts', 'last_batch_staleness', 'ribbon_charts', 'discard_charts', 'drop_bias_note',
-           'health_charts', 'memory_charts', 'sandbox_charts', 'sandbox_note', 'turns_charts', 'hosts_charts',
-           'hosts_note']
+           'health_charts', 'memory_charts', 'sandbox_charts', 'sandbox_note', 'turns_charts', 'mismatch_charts',
+           'freshest_told', 'mismatch_note', 'hosts_charts', 'hosts_note']
 
 # %% ../../nbs/views/23_card_charts.ipynb #cardcharts-imports
 # Charts of the cards, each a function from a snapshot to a tuple of charts.
@@ -18,7 +18,7 @@ __all__ = ['LEVEL_LINES', 'LAW_CAUTION', 'HEALTH_COLUMNS', 'HOST_ROLES', 'served
 #   * The newest batch is shown with its staleness bound.
 # What a run is paid and what it costs stands in `card_reward` and `card_cost`. Nothing here draws or reads a file.
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,6 +61,7 @@ from ..runtime.host_status import SLOW_SHARE, decode_rate, host_rows, slow_hosts
 from ..runtime.live_view import Ribbon, RunSnapshot, value_in_force
 from .bottleneck import most_live_groups, window_rows
 from .card_marks import card_marks, predicted_lines, setting_lines
+from .engine_mismatch import corrected_chart, describe_mismatch, find_mismatch, mismatch_chart
 from .law_lines import law_forecasts, law_lines, laws_in_words
 
 # %% ../../nbs/views/23_card_charts.ipynb #cardcharts-solve
@@ -350,6 +351,25 @@ def sandbox_note(s: RunSnapshot) -> str:
 def turns_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Turns and tools, of a run that has them."
     return turns_and_tools(s.steps, card_marks(s, 120))
+
+# %% ../../nbs/views/23_card_charts.ipynb #cardcharts-mismatch
+def mismatch_charts(s: RunSnapshot) -> tuple[Chart, ...]:
+    "Distance of sampler and trainer, and what the correction leaves."
+    marks = card_marks(s)
+    steps = freshest_told(s)
+    return mismatch_chart(steps, marks), corrected_chart(steps, marks)
+
+
+def freshest_told(s: RunSnapshot) -> dict[str, np.ndarray]:
+    "The bins of the step table with the largest staleness of each: a bin is fresh if all its batches are."
+    return {**s.steps, "lag_max": s.high["lag_max"]}
+
+
+def mismatch_note(s: RunSnapshot) -> str:
+    "Whether the correction of the engines' mismatch holds, in words; empty before the first batch."
+    correction = value_in_force(s, "correction")
+    name = correction.get("name") if isinstance(correction, Mapping) else correction
+    return describe_mismatch(find_mismatch(freshest_told(s), s.recent, str(name or "none")))
 
 # %% ../../nbs/views/23_card_charts.ipynb #cardcharts-hosts
 HOST_ROLES = ("blue", "green", "amber", "purple", "sky", "vermilion")

@@ -311,3 +311,21 @@ def test_each_version_says_what_it_trained(tmp_path):
         mine = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") == row["version"]))
         told = row["trained_solve_rate"], row["trained_reward"], row["trained_length"]
         assert told == pytest.approx((mine["correct"].mean(), mine["reward"].mean(), mine["length"].mean()))
+
+
+@pytest.mark.parametrize(
+    "ess, said", [(0.97, "97% of the batch's effective size: the correction holds"), (0.5, "does not hold")]
+)
+def test_the_mismatch_card_says_whether_the_correction_holds(tmp_path, ess, said):
+    "Of engines that are a hundredth of a nat apart on the same weights; the batches after them are stale."
+    folder = fake_run(tmp_path, batches=0, state="running", closed=False, evals=False)
+    ledger, random = Ledger(folder, 0), np.random.default_rng(0)
+    for version in range(1, 31):
+        apart = {"lag_max": int(version > 20), "logprob_diff_mean": 0.01 if version <= 20 else 0.3}
+        rest = {"ess": ess, "masked_tokens": 0.001}
+        ledger.append("steps", **step_row(version, 0.5, random, 1.5) | apart | rest)
+    ledger.close()
+    snapshot = LiveView(folder).poll()
+    assert "nothing corrects it" in CARDS["mismatch"].note(snapshot)
+    note = CARDS["mismatch"].note(replace(snapshot, config={**snapshot.config, "correction": {"name": "tis"}}))
+    assert "0.01 nats apart" in note and said in note, note
