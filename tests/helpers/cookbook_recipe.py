@@ -31,7 +31,7 @@ class WordTokenizer:
         return f"\\boxed{{{tokens[0] % 2}}}" if tokens else ""
 
 
-def made_rows(count: int = 16) -> datasets.DatasetDict:
+def made_rows(count: int = 32) -> datasets.DatasetDict:
     "Rows with the columns of both recipes' data sets."
     talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Three of them."}]
     rows = {
@@ -43,11 +43,11 @@ def made_rows(count: int = 16) -> datasets.DatasetDict:
 
 
 def run_recipe(recipe: str, url: str, folder: str) -> None:
-    "Two steps of a recipe."
+    "Two steps of a recipe. Of sixteen tasks a step, some always have right and wrong answers, so that there is a gradient."
     tokenizer_utils.register_tokenizer(MODEL, WordTokenizer)
     datasets.load_dataset = lambda *names, **options: made_rows()
     module = import_module(f"tinker_cookbook.recipes.{recipe}")
-    fields = dict(base_url=url, log_path=folder, model_name=MODEL, batch_size=4, lora_rank=4, max_steps=2)
+    fields = dict(base_url=url, log_path=folder, model_name=MODEL, batch_size=16, lora_rank=4, max_steps=2)
     if recipe == "rl_loop":
         fields |= dict(group_size=8, max_tokens=16, loss_fn="importance_sampling", learning_rate=1e-3)
     module.main(module.Config(**fields))

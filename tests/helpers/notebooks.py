@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -12,8 +13,9 @@ NOTEBOOKS = sorted(
 )
 
 
+@cache
 def cells(path: Path, kind: str = "") -> list[dict]:
-    "The cells of a notebook, of one kind if one is named, with their text joined."
+    "The cells of a notebook, of one kind if one is named, with their text joined. They are read once: nobody changes them."
     found = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [
         {**cell, "source": "".join(cell["source"])}
