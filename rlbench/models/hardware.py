@@ -10,7 +10,7 @@ __all__ = ['SECTIONS', 'TABLES', 'HARDWARE', 'MODELS', 'SAVED', 'SAVED_IN_HALVES
            'utilisation', 'optimizer_bytes', 'lora_parameters', 'activation_bytes', 'Efficiency', 'parameters_read',
            'peak_of', 'decode_seconds', 'prefill_seconds', 'publish_seconds', 'dollars_per_million',
            'measured_efficiency', 'Pools', 'transfer_seconds', 'pools_of', 'processor_name', 'cores', 'machine',
-           'cpu_flags', 'gpus_here', 'batch_by_length']
+           'cpu_fact', 'cpu_flags', 'mkl_lacks_avx512', 'gpus_here', 'batch_by_length']
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-imports
 # Hardware: arithmetic of memory, compute and money.
@@ -30,6 +30,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from math import inf
@@ -596,17 +597,28 @@ def machine(*packages: str) -> dict[str, str]:
 VLLM_CPU_FLAGS = frozenset({"avx512f", "avx2"})  # vLLM's CPU build has kernels for either
 
 
-def cpu_flags(path: str | Path = "/proc/cpuinfo") -> frozenset[str] | None:
-    "The features that the processor reports; None where the system does not list them."
+def cpu_fact(name: str, path: str | Path = "/proc/cpuinfo") -> str | None:
+    "What the system tells of the processor under a name; None where it does not."
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.startswith("flags"):
-            _, _, flags = line.partition(":")
-            return frozenset(flags.split())
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
     return None
+
+
+def cpu_flags(path: str | Path = "/proc/cpuinfo") -> frozenset[str] | None:
+    "The features that the processor reports; None where the system does not list them."
+    flags = cpu_fact("flags", path)
+    return None if flags is None else frozenset(flags.split())
+
+
+@cache
+def mkl_lacks_avx512(path: str | Path = "/proc/cpuinfo") -> bool:
+    "True for an AMD processor with AVX-512: MKL does not use that there, and oneDNN does."
+    return cpu_fact("vendor_id", path) == "AuthenticAMD" and "avx512f" in (cpu_flags(path) or ())
 
 
 def gpus_here() -> tuple[str, ...]:

@@ -14,14 +14,16 @@ __all__ = ['ONEDNN_FROM', 'PACKED_FROM', 'prefers_onednn', 'onednn_product', 'li
 # What always holds:
 #   * Every function gives the ordinary product up to rounding.
 #   * The same call with the same shapes takes the same library, so it gives the same bits.
-#   * Other types than float32, other devices, small products and a torch without the operator take the ordinary
-#     product.
+#   * Other types than float32, other devices and processors, small products and a torch without the operator take the
+#     ordinary product. What the processor is decides, not a clock: a resumed run computes the same bits.
 #
 # Does not: record gradients by itself; `models.layer_parts` and `LinearProduct` do.
 # Axes: N rows.
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from .hardware import mkl_lacks_avx512
 
 # %% ../../nbs/models/05_products.ipynb #products-choice
 ONEDNN_FROM = 1_500_000  # multiplications from which oneDNN is faster than MKL, measured
@@ -31,6 +33,7 @@ def prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:
     "True for a product of so many multiplications with `x` that oneDNN computes faster."
     return (
         multiplications > ONEDNN_FROM
+        and mkl_lacks_avx512()
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -37,6 +37,7 @@ from rlbench.models.hardware import (
     activation_bytes,
     kv_bytes_per_token,
     lora_parameters,
+    mkl_lacks_avx512,
     resident_tokens,
 )
 from ..models.trainer_options import option_named
@@ -232,7 +233,8 @@ def trainer_needs(facts: MemoryFacts, shape: ModelShape, prompt: int, name: str,
         if tokens == facts.micro_tokens
         else f"one prompt and response, {tokens:,} tokens"
     )
-    in_halves = place.name == HOST and not facts.bf16 and not facts.lora  # as `layer_parts.is_plain_layer` says
+    is_plain = place.name == HOST and not facts.bf16 and not facts.lora
+    in_halves = is_plain and mkl_lacks_avx512()  # as `layer_parts.gains_from_halves` says
     activations = activation_bytes(shape, tokens, dtype, facts.checkpointing, in_halves)
     yield Need(name, "activations", activations, f"{why}, {kept}", place)
     chunk = min(CHUNK, tokens * (shape.vocab or CHUNK))

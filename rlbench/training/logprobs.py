@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..engines.decoder import read_shape
-from ..models.layer_parts import finish_layer, is_plain_layer, project_heads
+from ..models.layer_parts import finish_layer, gains_from_halves, project_heads
 from ..models.model import KeptTokens, flat_logprobs, token_logprobs
 
 # %% ../../nbs/training/02_logprobs.ipynb #forward-layout
@@ -153,7 +153,7 @@ def run_layer(
     layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, head_dim: int, blocks: Blocks
 ) -> torch.Tensor:
     "The stream [N, H] after one decoder layer."
-    if not is_plain_layer(layer):
+    if not gains_from_halves(layer):
         return run_modules(layer, x_NH, cos_N1D, sin_N1D, head_dim, blocks)
     q, k, v = project_heads(layer, x_NH, cos_N1D, sin_N1D)
     return finish_layer(layer, x_NH, attend_blocks(q, k, v, blocks))
@@ -162,7 +162,7 @@ def run_layer(
 def run_modules(
     layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, head_dim: int, blocks: Blocks
 ) -> torch.Tensor:
-    "`run_layer` for a layer with adapters or under autocast: each linear layer through its own module."
+    "`run_layer` by the layer's own modules: with adapters, under autocast, or where the halves do not pay."
     attention, mlp = layer.self_attn, layer.mlp
     h_NH = apply_norm(layer.input_layernorm, x_NH)
     q = attention.q_proj(h_NH).unflatten(-1, (-1, head_dim))

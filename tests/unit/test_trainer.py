@@ -11,6 +11,7 @@ from small_trainers import flat, made_groups, small_model
 
 from rlbench.engines.torch import TorchGenerator
 from rlbench.generator import Request
+from rlbench.models import layer_parts, products
 from rlbench.models.model import token_logprobs
 from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segment, response_segment
@@ -208,6 +209,19 @@ def test_it_learns_from_rewards_alone():
         )
         assert trainer.train([Group(0, task, members)], version).metrics.kl_sampler < 1e-8
     assert shares[0] < 0.15 and shares[-1] > 0.5, shares
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 3])
+def test_every_processor_finds_the_same_update(monkeypatch, optimizer_steps):
+    "Halves of layers and products of oneDNN, as an AMD processor with AVX-512 has them, or modules and MKL."
+    found = {}
+    for lacks in (True, False):
+        for module in (products, layer_parts):
+            monkeypatch.setattr(module, "mkl_lacks_avx512", lambda: lacks)
+        monkeypatch.setattr(products, "ONEDNN_FROM", 0)
+        found[lacks], _ = train(made_groups(noise=0.3), optimizer_steps=optimizer_steps, learning_rate=1e-4)
+    assert not torch.equal(found[True], found[False]), "the two ways were one"
+    assert torch.allclose(found[True], found[False], rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
