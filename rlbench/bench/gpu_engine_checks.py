@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SWAP_AFTER', 'NEAR', 'COARSE', 'AS_BEFORE', 'PREFIX', 'TRAVEL_S', 'renew_generator', 'conformance_subject',
-           'see_conformance', 'is_near', 'errors_around_swap', 'see_swap', 'prefix_hits', 'see_prefix',
+           'see_conformance', 'stays_near', 'errors_around_swap', 'see_swap', 'prefix_hits', 'see_prefix',
            'memory_of_sleep', 'see_sleep', 'hash_of_newest', 'receive_shared', 'receive_broadcast', 'broadcast_place',
            'outcome_of_broadcast', 'start_receiver', 'what_arrived', 'send_shared', 'send_broadcast', 'second_gpu',
            'see_transport']
@@ -85,7 +85,7 @@ COARSE = 2e-2  # nats, where an engine's attention multiplies with fewer bits th
 AS_BEFORE = 2.0  # times the distance under the first weights, for an engine of that kind
 
 
-def is_near(first: float, later: float) -> bool:
+def stays_near(first: float, later: float) -> bool:
     "True if a generator is as near to the model after new weights as it was before them: both distances in nats."
     return later < NEAR or (first < COARSE and later < AS_BEFORE * first)
 
@@ -122,7 +122,7 @@ def see_swap(context: CheckContext, engine: str, graphs: bool = False) -> CheckS
     text = f"{count} tokens after the swap, at most {after:.1e} nats from the new weights"
     text += f" (before it {before:.1e} from the first ones){how}"
     figures = {"worst_nats": after, "worst_nats_before": before, "tokens": count}
-    return CheckSighting(count > 0 and is_near(before, after), text, figures)
+    return CheckSighting(count > 0 and stays_near(before, after), text, figures)
 
 # %% ../../nbs/bench/37_gpu_engine_checks.ipynb #gpuengines-prefix
 PREFIX = tuple(range(3, 28)) * 3
@@ -152,7 +152,7 @@ def see_prefix(context: CheckContext, engine: str) -> CheckSighting:
     generator = open_generator(context, engine, random_model(seed=0))
     models = (random_model(seed=0).to(context.device), random_model(seed=1).to(context.device))
     found, (before, after) = prefix_hits(generator, models)
-    holds = found[0] == found[2] == 0 < found[1] == found[3] and is_near(before, after)
+    holds = found[0] == found[2] == 0 < found[1] == found[3] and stays_near(before, after)
     text = f"tokens found in the cache: {', '.join(map(str, found))}; {after:.1e} nats from the new weights"
     text += f" ({before:.1e} from the first ones)"
     return CheckSighting(holds, text, {"stale_tokens": found[2], "worst_nats": after, "worst_nats_before": before})
