@@ -178,14 +178,14 @@ TRAINING_CHECKS = (
         "turns-torch",
         "memory stays where it is over 50 turns of generator and trainer",
         partial(training.see_turns, engine="torch"),
-        "end other programs on this GPU, which count, and try again; else restart runs every few hours from a checkpoint",
+        "end other programs on this GPU, whose memory counts as well, and try again; else restart runs every few hours",
         limit_s=300.0,
     ),
     GpuCheck(
         "turns-vllm",
         "memory stays where it is over 50 turns of generator and trainer",
         partial(training.see_turns, engine="vllm"),
-        "end other programs on this GPU, which count, and try again; else restart runs every few hours from a checkpoint",
+        "end other programs on this GPU, whose memory counts as well, and try again; else restart runs every few hours",
         limit_s=300.0,
     ),
     GpuCheck(

@@ -209,7 +209,7 @@ def load_verifier(path: str):
 
 
 def main(job_file: str, out_file: str) -> None:
-    "Train as the job says and append lines to the output file."
+    "Train as the job says, append lines to the output file, and end the process."
     import torch
 
     job = read_job(job_file)

@@ -133,7 +133,7 @@ def is_plain_layer(layer: torch.nn.Module) -> bool:
 
 def gains_from_halves(layer: torch.nn.Module) -> bool:
     """True for a plain layer on a processor where the halves are faster than its modules: their products are oneDNN's
-    there. Elsewhere they cost a tenth to a fifth more."""
+    there. Elsewhere they take up to a fifth more time."""
     return mkl_lacks_avx512() and is_plain_layer(layer)
 
 

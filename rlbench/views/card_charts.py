@@ -366,7 +366,10 @@ def freshest_told(s: RunSnapshot) -> dict[str, np.ndarray]:
 
 
 def mismatch_note(s: RunSnapshot) -> str:
-    "Whether the correction of the engines' mismatch holds, in words; empty before the first batch."
+    """Whether the correction of the engines' mismatch holds, in words; empty before the first batch, and for another
+    system's run that does not tell its correction."""
+    if not s.knows("correction"):
+        return ""
     correction = value_in_force(s, "correction")
     name = correction.get("name") if isinstance(correction, Mapping) else correction
     return describe_mismatch(find_mismatch(freshest_told(s), s.recent, str(name or "none")))

@@ -112,7 +112,7 @@ def mismatch_chart(steps, marks: Marks = (), x: str = "version") -> Chart:
     fresh = np.where(numeric_column(steps, "lag_max") == 0, distance, math.nan)
     lines = (Line("all batches", at, distance, "blue"), Line("on the same weights", at, fresh, "vermilion", dots=True))
     return Chart(
-        "Sampler against trainer",
+        "Distance of log-probabilities",
         lines if np.isfinite(distance).any() else (),
         "mean over the batch's tokens",
         y_label="nats",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from html import unescape
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_charts import solve_rate_chart
 from rlbench.runtime.live_view import COMMANDS, RECENT, ROLLOUTS, LiveView
 from rlbench.views.card_html import card_style_html, run_card_html, state_strip_html, still_cards_html
-from rlbench.views.cards import CARDS
+from rlbench.views.cards import CARDS, no_note
 from rlbench.views.light import run_light
 
 LONG = 100_000
@@ -326,6 +327,17 @@ def test_the_mismatch_card_says_whether_the_correction_holds(tmp_path, ess, said
         ledger.append("steps", **step_row(version, 0.5, random, 1.5) | apart | rest)
     ledger.close()
     snapshot = LiveView(folder).poll()
-    assert "nothing corrects it" in CARDS["mismatch"].note(snapshot)
-    note = CARDS["mismatch"].note(replace(snapshot, config={**snapshot.config, "correction": {"name": "tis"}}))
-    assert "0.01 nats apart" in note and said in note, note
+    assert "nothing corrects it" in run_card_html("mismatch", snapshot)
+    card = run_card_html("mismatch", replace(snapshot, config={**snapshot.config, "correction": {"name": "tis"}}))
+    told = unescape(str(card))
+    assert "0.01 nats apart" in told and said in told, told[:600]
+    silent = {name: value for name, value in snapshot.config.items() if name != "correction"}
+    assert CARDS["mismatch"].note(replace(snapshot, source=object(), config=silent)) == "", "it is not known"
+
+
+def test_no_card_hides_its_note(tmp_path):
+    "A card whose first chart has the card's own title shows no header, and the note stands in the header."
+    snapshot = LiveView(fake_run(tmp_path)).poll()
+    noted = {key: spec for key, spec in CARDS.items() if spec.note is not no_note}
+    assert len(noted) > 3
+    assert [key for key, spec in noted.items() if spec.charts(snapshot)[0].title == spec.title] == []

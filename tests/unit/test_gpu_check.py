@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from rlbench.base.run_files import read_json, write_json
 from rlbench.bench import gpu_check
 from rlbench.bench.gpu_check import GPU_CHECKS, check_gpu, limit_of, wanted_checks
+from rlbench.bench.gpu_engine_checks import stays_near
 from rlbench.bench.gpu_records import CANNOT_RUN, FAILED, PASSED, CheckContext, CheckResult, CheckSighting, GpuCheck
 from rlbench.cli.main import app
 
@@ -123,6 +124,15 @@ def test_an_answer_comes_from_a_child(tmp_path):
     (check,) = wanted_checks(["qwen3-0.6b-memory"], ["qwen3-0.6b"])
     result = gpu_check.run_apart(check, CheckContext(str(tmp_path)), ["qwen3-0.6b"])
     assert result.verdict == CANNOT_RUN and "on RTX 4090 the plan takes" in result.seen, result
+
+
+def test_only_vllm_on_a_gpu_may_be_coarse():
+    "There its tokens may be twice as far from the model as before the swap; everywhere else 2e-3 nats are the bound."
+    gpu, cpu = CheckContext("", "cuda", 1), CheckContext("", "cpu")
+    assert stays_near(gpu, "vllm", 7e-3, 7e-3) and not stays_near(gpu, "vllm", 7e-3, 0.02)
+    assert not stays_near(gpu, "vllm", 0.5, 0.5), "an engine that is far away before is not near after"
+    assert not any(stays_near(context, "torch", 7e-3, 7e-3) for context in (gpu, cpu))
+    assert not stays_near(cpu, "vllm", 7e-3, 7e-3) and stays_near(cpu, "torch", 0.0, 1e-3)
 
 
 def test_a_gpu_that_is_missing_is_named():

@@ -12,6 +12,7 @@ from small_trainers import flat, made_groups, small_model
 from rlbench.engines.torch import TorchGenerator
 from rlbench.generator import Request
 from rlbench.models import layer_parts, products
+from rlbench.models.hardware import mkl_lacks_avx512
 from rlbench.models.model import token_logprobs
 from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segment, response_segment
@@ -222,6 +223,23 @@ def test_every_processor_finds_the_same_update(monkeypatch, optimizer_steps):
         found[lacks], _ = train(made_groups(noise=0.3), optimizer_steps=optimizer_steps, learning_rate=1e-4)
     assert not torch.equal(found[True], found[False]), "the two ways were one"
     assert torch.allclose(found[True], found[False], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "vendor, flags, lacks",
+    [
+        ("AuthenticAMD", "sse avx2 avx512f", True),
+        ("AuthenticAMD", "sse avx2", False),
+        ("GenuineIntel", "sse avx2 avx512f", False),
+        ("", "", False),
+    ],
+    ids=["AMD with AVX-512", "AMD without", "Intel", "not told"],
+)
+def test_the_processor_decides_for_onednn(tmp_path, vendor, flags, lacks):
+    "By what the system tells of it, so that every start decides alike."
+    told = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n" if vendor else ""
+    (tmp_path / "cpuinfo").write_text(told)
+    assert mkl_lacks_avx512(tmp_path / "cpuinfo") == lacks
 
 
 @pytest.mark.slow
