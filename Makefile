@@ -38,8 +38,8 @@ help:
 run: .venv/.run
 	@$(BIN)/rlbench run $(PRESET) $(if $(NAME),--set name=$(NAME)) $(ARGS)
 
-# vLLM's CPU build needs AVX-512; elsewhere the tests of it are skipped and say so
-VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
+# vLLM's CPU build needs AVX-512 or AVX2; elsewhere the tests of it are skipped and say so
+VLLM := $(if $(shell grep -m1 -o -w -e avx512f -e avx2 /proc/cpuinfo 2>/dev/null),.venv/.vllm)
 
 test: $(if $(ARGS),,browser) sandbox hosts .venv/.dev $(VLLM)
 	@mkdir -p $(STATE)

@@ -14,7 +14,7 @@ gc.disable()  # until all tests are collected: it would look at all that is impo
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
 from rlbench.base.neighbours import live_runs
-from rlbench.models.hardware import cpu_flags
+from rlbench.models.hardware import VLLM_CPU_FLAGS, cpu_flags
 from rlbench.sandbox.pool_folder import kill_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,7 +31,7 @@ LONGEST = (
     "workbench/16_ablation bench/24_acceptance bench/29_ray_hosts engines/09_vllm planning/08_simulator planning/18_predict"
 ).split()
 ON_HOSTS = tuple(f"process/test_{name}_hosts.py" for name in ("doctor_on", "ranks_on", "ray", "runs_over"))
-AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
+NO_VLLM = "vLLM's CPU build needs the CPU flag avx512f or avx2, and this CPU has neither"
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 @pytest.fixture(scope="session")
-def avx512f() -> None:
+def cpu_for_vllm() -> None:
     "For tests that start vLLM's CPU build."
-    if "avx512f" not in (cpu_flags() or ()):
-        pytest.skip(AVX512F)
+    if not VLLM_CPU_FLAGS & (cpu_flags() or frozenset()):
+        pytest.skip(NO_VLLM)
 
 
 @pytest.fixture

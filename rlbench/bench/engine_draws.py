@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROMPT_TOKENS', 'SIDES', 'ENGINES', 'Writer', 'ASKED', 'DrawWork', 'draw_model', 'raw_writers', 'rlbench_writers',
-           'DrawTiming', 'timing_path', 'time_writer', 'time_engine', 'DrawBench', 'draw_bench', 'vocabulary_sizes',
-           'bench_draws']
+           'DrawTiming', 'timing_path', 'time_writer', 'time_engine', 'time_engine_apart', 'DrawBench', 'draw_bench',
+           'vocabulary_sizes', 'bench_draws']
 
 # %% ../../nbs/bench/42_engine_draws.ipynb #draws-imports
 # The rates of vLLM with and without rlbench around it.
@@ -13,7 +13,8 @@ __all__ = ['PROMPT_TOKENS', 'SIDES', 'ENGINES', 'Writer', 'ASKED', 'DrawWork', '
 # What always holds:
 #   * Every side writes the same number of tokens for the same prompts, on the same model with the same cache.
 #   * A ratio is that of two timings of one round; the sides take turns at being first.
-#   * Engines are started outside the clock. A process has one engine at a time.
+#   * Engines are started outside the clock. A process has one engine at a time; on a GPU each has a process of its own,
+#     since what vLLM keeps of CUDA graphs and of memory outlives an engine.
 #   * Rates are by processor time on a CPU, by the clock on the wall on a GPU.
 #
 # Refused: a machine on which vLLM does not run, a vocabulary below 8 words (ValueError).
@@ -21,8 +22,10 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -181,11 +184,12 @@ def time_writer(write: Writer, work: DrawWork, side: str, repetition: int, devic
     return DrawTiming(work.vocabulary, side, repetition, tokens, cpu if device == "cpu" else wall, wall)
 
 
-def time_engine(folder: Path, sides: tuple[str, ...], model, work: DrawWork, repetition: int, device: str) -> list:
+def time_engine(folder: Path, sides: tuple[str, ...], work: DrawWork, repetition: int, device: str) -> list:
     "The timings of the sides that one engine serves, from the folder, or made now."
     paths = {side: timing_path(folder, work, side, repetition) for side in sides}
     if all(path.exists() for path in paths.values()):
         return [kept_record(path, DrawTiming, lambda: None) for path in paths.values()]
+    model = draw_model(work.vocabulary)
     opened = raw_writers(model, work, device) if "raw" in sides else rlbench_writers(sides[0], model, work, device)
     found = []
     with opened as writers:
@@ -196,6 +200,12 @@ def time_engine(folder: Path, sides: tuple[str, ...], model, work: DrawWork, rep
 
             found.append(kept_record(paths[side], DrawTiming, time_now))
     return found
+
+
+def time_engine_apart(*work) -> list:
+    "`time_engine` with the same arguments, in a process that ends with the engine."
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(time_engine, *work).result()
 
 # %% ../../nbs/bench/42_engine_draws.ipynb #draws-result
 ASKED = 0.95  # of the rate of LLM.generate with log-probabilities
@@ -272,13 +282,13 @@ def bench_draws(
     settle_cpu()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    time_sides = time_engine if device == "cpu" else time_engine_apart
     arms: list[DrawTiming] = []
     for words in vocabulary:
         work = DrawWork(words, sequences, tokens)
-        model = draw_model(words)
         for repetition in range(repetitions):
             for sides in in_turns(repetition, ENGINES):
-                arms += time_engine(folder, sides, model, work, repetition, device)
+                arms += time_sides(folder, sides, work, repetition, device)
             told = ", ".join(f"{arm.side} {arm.rate:,.0f}" for arm in arms[-len(SIDES) :])
             say(f"{words:,} words, round {repetition + 1}: {told} tokens/s")
     result = draw_bench(arms, work, device)

@@ -99,7 +99,7 @@ def check_scale(c: BaseModel) -> None:
 def check_trainer_options(c: BaseModel) -> None:
     "ValueError for kernels and optimizers of the trainer that do not go with other settings."
     check_option_settings(c)
-    if c.trainers > 1 and option_named("optimizer", c.optimizer).module:
+    if c.trainers > 1 and option_named("optimizer", c.optimizer).modules:
         raise ValueError(
             f'optimizer: "{c.optimizer}" is known to work with one trainer process only, and trainers = {c.trainers}; '
             'set trainers = 1, or optimizer = "adamw_fused"'

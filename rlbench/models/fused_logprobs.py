@@ -50,7 +50,7 @@ def liger_logprobs(
     rows_N: torch.Tensor,
     columns_N: torch.Tensor,
     temperature_R: torch.Tensor,
-    elements: int = 0,
+    elements: int | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy [R, T] of the tokens at (row, column), as `flat_logprobs`; `elements` is of no use

@@ -39,6 +39,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..base.chat import plain_chat, read_chat
+from .hardware import logits_at_once
 from ..records import SamplingMask
 
 # %% ../../nbs/models/02_model.ipynb #model-where
@@ -443,7 +444,7 @@ def token_logprobs(
     lengths_R: torch.Tensor,
     temperature: float | torch.Tensor = 1.0,
     mask_RT: torch.Tensor | None = None,
-    elements: int = 2**24,
+    elements: int | None = None,
     kept: KeptTokens | None = None,
     flat: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -454,7 +455,7 @@ def token_logprobs(
     there is nothing to say: first token, padding, outside `mask_RT`.
     `kept`: sampling masks, over which both are taken; the token itself has to be in its mask.
     `flat`: another pass over the vocabulary than `flat_logprobs`, under which at most `elements` logits exist at a
-    time. Differentiable."""
+    time (None: as many as suit the device). Differentiable."""
     device = tokens_RT.device
     temperature_R = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(len(tokens_RT))
     if not bool((temperature_R > 0).all()):
@@ -478,16 +479,16 @@ def flat_logprobs(
     rows_N: torch.Tensor,
     columns_N: torch.Tensor,
     temperature_R: torch.Tensor,
-    elements: int = 2**24,
+    elements: int | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy [R, T] of the tokens at (row, column), each predicted from its hidden vector, over
-    the tokens `kept`; zero elsewhere. At most `elements` logits exist at a time."""
+    the tokens `kept`; zero elsewhere. At most `elements` logits exist at a time; None: as many as suit the device."""
     zeros_RT = torch.zeros(tokens_RT.shape, dtype=torch.float32, device=tokens_RT.device)
     if len(rows_N) == 0:
         return zeros_RT, zeros_RT.clone()
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = max(1, elements // vocabulary)
+    size = max(1, (elements or logits_at_once(hidden_NH.is_cuda)) // vocabulary)
     masks = None
     if kept is not None:
         masks = lambda start, stop: kept.at(rows_N[start:stop], columns_N[start:stop])  # noqa: E731

@@ -6,7 +6,7 @@ import pytest
 from notebooks import NOTEBOOKS, ROOT
 from warm_interpreter import WarmInterpreter
 
-VLLM = ("engines/09_vllm",)  # they start an engine of vLLM
+VLLM = ("engines/09_vllm", "engines/14_vllm_adapters")  # they start an engine of vLLM
 NAMES = {path.relative_to(ROOT / "nbs").with_suffix("").as_posix(): path for path in NOTEBOOKS}
 
 
@@ -22,7 +22,7 @@ def interpreter(tmp_path_factory):
 def test_notebook_runs(name, request, interpreter):
     "As a kernel would run it."
     if name in VLLM:
-        request.getfixturevalue("avx512f")
+        request.getfixturevalue("cpu_for_vllm")
     ran = interpreter.run(NAMES[name])
     assert ran.status == 0, ran.output[-4000:]
 

@@ -21,7 +21,7 @@ from rlbench.service.service_records import (
 from rlbench.service.service_worker import ServiceWorker, WorkerSettings, service_worker_main
 from rlbench.service.tenant_adapters import AdapterBase, write_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("avx512f")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_for_vllm")]
 
 
 def collect(handle: ProcessHandle, count: int, seconds: float = 300.0) -> list:

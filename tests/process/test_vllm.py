@@ -15,7 +15,7 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.bench.mismatch import ARMS, bench_mismatch
 from rlbench.workbench.handle import run
 
-pytestmark = pytest.mark.usefixtures("avx512f")
+pytestmark = pytest.mark.usefixtures("cpu_for_vllm")
 HERE = Path(__file__).parents[1] / "helpers"
 
 

@@ -21,6 +21,7 @@ from rlbench.models.trainer_options import (
     is_installed,
     option_named,
     option_names,
+    usable_text,
     why_unusable,
 )
 from rlbench.planning.plan_memory import check_trainer
@@ -121,7 +122,7 @@ def test_an_optimizers_state_takes_the_bytes_that_plans_count(name):
 def test_moments_of_another_kind_are_refused(name):
     weights = torch.nn.Parameter(torch.ones(4))
     optimizer = make_optimizer(AdamSettings(name), [weights])
-    other = "exp_avg" if option_named("optimizer", name).module else "state1"
+    other = "exp_avg" if option_named("optimizer", name).modules else "state1"
     saved = {"state": {0: {other: torch.zeros(4)}}, "param_groups": optimizer.state_dict()["param_groups"]}
     with pytest.raises(ValueError, match="keep the optimizer of the run"):
         load_state(optimizer, saved)
@@ -203,11 +204,21 @@ def test_settings_that_contradict_each_other_are_refused_at_once(table, words):
     assert words in str(error.value)
 
 
-def test_doctor_names_every_option_and_promises_no_gpu():
+def test_doctor_names_every_option_and_where_it_was_tried():
     for has_gpu in (False, True):
         for check in trainer_option_checks(has_gpu):
             assert all(name in check.found for name in option_names(check.name))
-            assert "not measured on a GPU" in check.found
+            assert "tested on a CPU and on an H200" in check.found
+    assert "liger (its formulas tested on a CPU, its kernels not" in usable_text("logprobs", True, lambda module: True)
+    flash = "flash_attention_2, flash_attention_3 (needs a GPU, and was not measured on one)"
+    assert flash in usable_text("attn_implementation", True, lambda module: True)
+
+
+def test_an_option_needs_all_of_its_packages():
+    "Liger without the package that it compiles its kernels for Hopper GPUs with fails in the first batch."
+    liger = option_named("logprobs", "liger")
+    assert not why_unusable(liger, True, lambda module: True)
+    assert "needs cutlass, which is not installed" in why_unusable(liger, True, lambda module: module == "liger_kernel")
 
 
 def test_plans_count_the_bytes_of_the_optimizer():
