@@ -194,6 +194,7 @@ _ALL = (
         lose_host,
         host_used_again,
         keep_host,
+        starts=True,
     ),
 )
 
@@ -325,7 +326,8 @@ def hold_drill(
 def seconds_for_signs(drill: Drill, scene: Scene, two_versions: float) -> float:
     "Seconds in which the signs of a drill must be seen; `two_versions`: seconds that the run takes for them."
     wall_seconds = float(scene.config.verifier.get("wall_s", 10.0)) if drill.wall else 0.0
-    return drill.within + two_versions + wall_seconds
+    start_seconds = scene.config.deadlines.start if drill.starts else 0.0
+    return drill.within + two_versions + wall_seconds + start_seconds
 
 
 def wait_until_sound(scene: Scene, seconds: float, stop: threading.Event, report: Callable) -> list[Sign]:
