@@ -132,6 +132,7 @@ def prepare_own_cluster() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 in place of the address of this host
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_SECONDS))
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by itself 15: trainer and generators after all other programs
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (stand_ins, os.environ.get("PYTHONPATH", ""))))
 
 
