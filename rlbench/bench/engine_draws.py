@@ -189,6 +189,7 @@ def time_engine(folder: Path, sides: tuple[str, ...], work: DrawWork, repetition
     paths = {side: timing_path(folder, work, side, repetition) for side in sides}
     if all(path.exists() for path in paths.values()):
         return [kept_record(path, DrawTiming, lambda: None) for path in paths.values()]
+    settle_cpu()
     model = draw_model(work.vocabulary)
     opened = raw_writers(model, work, device) if "raw" in sides else rlbench_writers(sides[0], model, work, device)
     found = []
@@ -202,10 +203,10 @@ def time_engine(folder: Path, sides: tuple[str, ...], work: DrawWork, repetition
     return found
 
 
-def time_engine_apart(*work) -> list:
-    "`time_engine` with the same arguments, in a process that ends with the engine."
+def time_engine_apart(*arguments) -> list:
+    "`time_engine` in a process that ends with the engine."
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(time_engine, *work).result()
+        return process.submit(time_engine, *arguments).result()
 
 # %% ../../nbs/bench/42_engine_draws.ipynb #draws-result
 ASKED = 0.95  # of the rate of LLM.generate with log-probabilities
@@ -279,7 +280,6 @@ def bench_draws(
     check_counts(repetitions=repetitions, sequences=sequences, tokens=tokens)
     if small := [words for words in vocabulary if words < PROMPT_TOKENS]:
         raise ValueError(f"vocabulary: {small[0]} words are too few; give {PROMPT_TOKENS} or more")
-    settle_cpu()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     time_sides = time_engine if device == "cpu" else time_engine_apart

@@ -47,7 +47,7 @@ def ray_variables(token: str) -> dict[str, str]:
         "RAY_TMPDIR": PRIVATE,
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_raylet_start_wait_time_s": "120",  # a busy machine starts a host slowly; that is no failure here
-        "RAY_worker_niceness": "0",  # by itself 15: whatever else this machine does would come first
+        "RAY_worker_niceness": "0",  # Ray's default is 15, behind all other programs of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join(path for path in (LEAN, python_path) if path),
     }

@@ -10,7 +10,7 @@ __all__ = ['SECTIONS', 'TABLES', 'HARDWARE', 'MODELS', 'SAVED', 'SAVED_IN_HALVES
            'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes', 'lora_parameters', 'activation_bytes',
            'Efficiency', 'parameters_read', 'peak_of', 'decode_seconds', 'prefill_seconds', 'publish_seconds',
            'dollars_per_million', 'measured_efficiency', 'Pools', 'transfer_seconds', 'pools_of', 'processor_name',
-           'cores', 'machine', 'cpu_fact', 'cpu_flags', 'mkl_lacks_avx512', 'logits_at_once', 'gpus_here',
+           'cores', 'machine', 'cpu_fact', 'cpu_flags', 'mkl_lacks_avx512', 'max_logits_at_once', 'gpus_here',
            'batch_by_length']
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-imports
@@ -623,10 +623,10 @@ def mkl_lacks_avx512(path: str | Path = "/proc/cpuinfo") -> bool:
 
 
 LOGITS_ON_CPU = 2**24  # that exist at a time in the trainer and in the scorer
-LOGITS_ON_GPU = 2**27  # with a large vocabulary a smaller piece is a few words wide, and its products are slow
+LOGITS_ON_GPU = 2**27  # with a large vocabulary a smaller chunk holds a hundred tokens, and its products are slow
 
 
-def logits_at_once(on_gpu: bool) -> int:
+def max_logits_at_once(on_gpu: bool) -> int:
     "Logits of a pass over the vocabulary that exist at a time."
     return LOGITS_ON_GPU if on_gpu else LOGITS_ON_CPU
 

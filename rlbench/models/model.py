@@ -39,7 +39,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..base.chat import plain_chat, read_chat
-from .hardware import logits_at_once
+from .hardware import max_logits_at_once
 from ..records import SamplingMask
 
 # %% ../../nbs/models/02_model.ipynb #model-where
@@ -488,7 +488,9 @@ def flat_logprobs(
     if len(rows_N) == 0:
         return zeros_RT, zeros_RT.clone()
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = max(1, (elements or logits_at_once(hidden_NH.is_cuda)) // vocabulary)
+    if elements is None:
+        elements = max_logits_at_once(hidden_NH.is_cuda)
+    size = max(1, elements // vocabulary)
     masks = None
     if kept is not None:
         masks = lambda start, stop: kept.at(rows_N[start:stop], columns_N[start:stop])  # noqa: E731

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ON_BOTH', 'ON_GPU', 'NOWHERE', 'ADAMW_BYTES', 'ADAMW_8BIT_BYTES', 'ATTENTION', 'OPTIMIZERS', 'LOGPROBS', 'OPTIONS',
-           'TrainerOption', 'option_names', 'option_named', 'options_chosen', 'is_installed', 'why_unusable',
-           'check_options', 'check_option_settings', 'usable_text']
+           'PACKAGE_OF', 'TrainerOption', 'option_names', 'option_named', 'options_chosen', 'is_installed',
+           'why_unusable', 'check_options', 'check_option_settings', 'usable_text']
 
 # %% ../../nbs/models/07_trainer_options.ipynb #options-imports
 # Options of the trainer that name a kernel or a library.
@@ -39,7 +39,7 @@ class TrainerOption:
     field: str
     value: str
     does: str
-    tried: str = ON_BOTH
+    tried: str
     modules: tuple[str, ...] = ()  # that must be installed, as they are imported
     install: str = ""  # how to get them
     needs_gpu: str = ""  # why no CPU will do; empty: one does
@@ -54,8 +54,10 @@ ADAMW_BYTES = 8.0  # two moments in 32 bits
 ADAMW_8BIT_BYTES = 2 + 8 / 256  # two moments in 8 bits, and two scales in 32 bits for each block of 256
 
 ATTENTION = (
-    TrainerOption("attn_implementation", "sdpa", "torch's scaled_dot_product_attention, which picks its own kernel"),
-    TrainerOption("attn_implementation", "eager", "plain matrix products; the whole score matrix exists"),
+    TrainerOption(
+        "attn_implementation", "sdpa", "torch's scaled_dot_product_attention, which picks its own kernel", ON_BOTH
+    ),
+    TrainerOption("attn_implementation", "eager", "plain matrix products; the whole score matrix exists", ON_BOTH),
     TrainerOption(
         "attn_implementation",
         "flex_attention",
@@ -87,12 +89,13 @@ ATTENTION = (
 
 # %% ../../nbs/models/07_trainer_options.ipynb #options-table-optimizers
 OPTIMIZERS = (
-    TrainerOption("optimizer", "adamw_fused", "torch's AdamW, one kernel for a step", state_bytes=ADAMW_BYTES),
-    TrainerOption("optimizer", "adamw", "torch's AdamW, an operation at a time", state_bytes=ADAMW_BYTES),
+    TrainerOption("optimizer", "adamw_fused", "torch's AdamW, one kernel for a step", ON_BOTH, state_bytes=ADAMW_BYTES),
+    TrainerOption("optimizer", "adamw", "torch's AdamW, an operation at a time", ON_BOTH, state_bytes=ADAMW_BYTES),
     TrainerOption(
         "optimizer",
         "adamw_8bit",
         "AdamW with moments in 8 bits, in blocks of 256 numbers (bitsandbytes)",
+        ON_BOTH,
         modules=("bitsandbytes",),
         install='pip install "rlbench[bitsandbytes]"',
         state_bytes=ADAMW_8BIT_BYTES,
@@ -109,7 +112,9 @@ OPTIMIZERS = (
     ),
 )
 LOGPROBS = (
-    TrainerOption("logprobs", "chunked", "rlbench's own pass: logits a chunk at a time, computed again backwards"),
+    TrainerOption(
+        "logprobs", "chunked", "rlbench's own pass: logits a chunk at a time, computed again backwards", ON_BOTH
+    ),
     TrainerOption(
         "logprobs",
         "liger",
@@ -141,6 +146,9 @@ def options_chosen(settings: object) -> tuple[TrainerOption, ...]:
     return tuple(option_named(field, getattr(settings, field)) for field in OPTIONS)
 
 # %% ../../nbs/models/07_trainer_options.ipynb #options-usable
+PACKAGE_OF = {"cutlass": "nvidia-cutlass-dsl", "liger_kernel": "liger-kernel", "flash_attn": "flash-attn"}  # by module
+
+
 def is_installed(module: str) -> bool:
     "True if Python finds a module of this name."
     return find_spec(module) is not None
@@ -153,7 +161,8 @@ def why_unusable(option: TrainerOption, has_gpu: bool, installed: Callable[[str]
         return f'needs a CUDA GPU ({option.needs_gpu}); train on one, or set {option.field} = "{default}"'
     for module in option.modules:
         if not installed(module):
-            return f'needs {module}, which is not installed; {option.install}, or set {option.field} = "{default}"'
+            package = PACKAGE_OF.get(module, module)
+            return f'needs {package}, which is not installed; {option.install}, or set {option.field} = "{default}"'
     return ""
 
 

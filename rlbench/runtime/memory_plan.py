@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOST', 'FULL', 'CONTEXT', 'LIBRARIES', 'DRAWN', 'REMEDIES', 'MemoryFacts', 'scorers_asked', 'facts_of', 'MemoryPlace',
-           'Machine', 'machine_named', 'machine_here', 'places_of_actors', 'Need', 'logits_kept', 'trainer_needs',
+           'Machine', 'machine_named', 'machine_here', 'places_of_actors', 'Need', 'planned_logits', 'trainer_needs',
            'cached_bytes', 'generator_needs', 'scorer_needs', 'broadcast_needs', 'shared_needs', 'MemoryPlan',
            'plan_of', 'memory_plan', 'check_served', 'bytes_text', 'plan_advice', 'plan_heading', 'share_taken',
            'cache_line', 'plan_text', 'plan_html', 'left_cell', 'plan_facts', 'place_facts']
@@ -36,8 +36,8 @@ from rlbench.models.hardware import (
     ModelShape,
     activation_bytes,
     kv_bytes_per_token,
-    logits_at_once,
     lora_parameters,
+    max_logits_at_once,
     mkl_lacks_avx512,
     resident_tokens,
 )
@@ -203,9 +203,9 @@ class Need:
     place: MemoryPlace
 
 
-def logits_kept(place: MemoryPlace, tokens: int, vocabulary: int) -> int:
+def planned_logits(place: MemoryPlace, tokens: int, vocabulary: int) -> int:
     "Logits of a pass over so many tokens that exist at a time. A vocabulary of 0 words is not known."
-    most = logits_at_once(place.name != HOST)
+    most = max_logits_at_once(place.name != HOST)
     return min(most, tokens * vocabulary) if vocabulary else most
 
 
@@ -243,7 +243,7 @@ def trainer_needs(facts: MemoryFacts, shape: ModelShape, prompt: int, name: str,
     in_halves = is_plain and mkl_lacks_avx512()  # as `layer_parts.gains_from_halves` says
     activations = activation_bytes(shape, tokens, dtype, facts.checkpointing, in_halves)
     yield Need(name, "activations", activations, f"{why}, {kept}", place)
-    chunk = logits_kept(place, tokens, shape.vocab)
+    chunk = planned_logits(place, tokens, shape.vocab)
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
     if facts.critic:
         each, what = FULL + facts.moment_bytes, "weights, AdamW; it learns before the policy does, in the same memory"
@@ -320,7 +320,7 @@ def scorer_needs(
     )
     vectors = 2 * (widest.width + widest.heads * widest.head_dim) + 3 * (widest.inner or 4 * widest.width)
     yield Need("scorer", "forward passes", FULL * tokens * vectors, f"{tokens:,} tokens of one layer; assumed", place)
-    chunk = max(logits_kept(place, tokens, shape.vocab) for shape in shapes.values())
+    chunk = max(planned_logits(place, tokens, shape.vocab) for shape in shapes.values())
     yield Need("scorer", "logits", 2 * FULL * chunk, f"2 x 4 bytes x {chunk:,}, a chunk at a time", place)
 
 

@@ -189,12 +189,11 @@ _ALL = (
         "lost-host",
         "a host without the trainer is lost, with all workers on it",
         "one event names it; its work is sent again; its actors start where there is room, and are used",
-        60,
+        240,
         why_no_other_host,
         lose_host,
         host_used_again,
         keep_host,
-        starts=True,
     ),
 )
 
@@ -326,8 +325,7 @@ def hold_drill(
 def seconds_for_signs(drill: Drill, scene: Scene, two_versions: float) -> float:
     "Seconds in which the signs of a drill must be seen; `two_versions`: seconds that the run takes for them."
     wall_seconds = float(scene.config.verifier.get("wall_s", 10.0)) if drill.wall else 0.0
-    start_seconds = scene.config.deadlines.start if drill.starts else 0.0
-    return drill.within + two_versions + wall_seconds + start_seconds
+    return drill.within + two_versions + wall_seconds
 
 
 def wait_until_sound(scene: Scene, seconds: float, stop: threading.Event, report: Callable) -> list[Sign]:

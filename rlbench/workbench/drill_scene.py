@@ -63,8 +63,7 @@ class Sign:
 @dataclass(frozen=True)
 class Drill:
     """A fault, and what must follow. `suits`: why the drill does not suit a run, empty if it does. `within`: seconds in
-    which the signs must be seen. Added are the time for two versions, with `wall` a program's wall limit, and with
-    `starts` the time that a worker of the run may take to start."""
+    which the signs must be seen; the time for two versions is added, and with `wall` a program's wall limit."""
 
     name: str
     does: str
@@ -75,7 +74,6 @@ class Drill:
     check: Callable[["Scene"], list[Sign]]
     undo: Callable[["Scene"], None]
     wall: bool = False
-    starts: bool = False
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,9 @@ def test_an_option_needs_all_of_its_packages():
     "Liger without the package that it compiles its kernels for Hopper GPUs with fails in the first batch."
     liger = option_named("logprobs", "liger")
     assert not why_unusable(liger, True, lambda module: True)
-    assert "needs cutlass, which is not installed" in why_unusable(liger, True, lambda module: module == "liger_kernel")
+    assert "needs nvidia-cutlass-dsl, which is not installed" in why_unusable(
+        liger, True, lambda module: module == "liger_kernel"
+    )
 
 
 def test_plans_count_the_bytes_of_the_optimizer():
