@@ -156,7 +156,7 @@ _ALL = (
     ),
     Drill(
         "slow-start",
-        f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s",
+        f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s or more",
         "programs wait; slow starts are requested a second time; no verdict depends on the fault",
         45,
         why_not_sandboxed,
