@@ -115,7 +115,7 @@ def worker_hung(scene: Scene) -> list[Sign]:
         same_environment(scene),
     ]
 
-
+# %% ../../nbs/workbench/09_drill_faults.ipynb #faults-starts
 def hold_starts(scene: Scene) -> None:
     "Kill all workers, and stop for a while whatever is started in their place."
     wait_until_busy(scene)
