@@ -146,7 +146,7 @@ def stop_new_workers(scene: Scene, known: set[int]) -> None:
 
 
 def is_held_enough(scene: Scene, held: float) -> bool:
-    "True if starts have been held long enough; `held`: seconds. A machine that is slow itself starts others first."
+    "True if starts have been held long enough for the pool to ask for a second one; `held`: seconds."
     if held < HELD_SECONDS:
         return False
     return held > MOST_HELD_SECONDS or second_starts(scene) > 0

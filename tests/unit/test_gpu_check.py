@@ -107,6 +107,19 @@ def test_a_finished_check_is_not_run_again_unless_asked(calls, tmp_path):
     assert calls[4:] == ["first", "second"]
 
 
+def test_a_check_that_is_run_again_finds_no_parts_of_its_last_time(calls, tmp_path):
+    "They would be its result; those of a check that was interrupted, which has none yet, stay."
+    (tmp_path / "files" / "cpu-first").mkdir(parents=True)
+    part = tmp_path / "files" / "cpu-first" / "part.json"
+    part.write_text("{}")
+    check_gpu(tmp_path, "cpu")
+    assert part.exists()
+    check_gpu(tmp_path, "cpu", again=["second"])
+    assert part.exists()
+    check_gpu(tmp_path, "cpu", again=["first"])
+    assert not part.exists() and calls == ["first", "second", "second", "first"]
+
+
 def test_the_page_and_the_json_file_say_the_same(calls, tmp_path):
     report = check_gpu(tmp_path, "cpu")
     stored = read_json(tmp_path / "result.json")
