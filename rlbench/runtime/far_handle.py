@@ -18,6 +18,7 @@ __all__ = ['FarMain', 'FarFiles', 'Awaited', 'Inbox', 'gather_requests', 'put_in
 #
 # Only the threads here and the run process touch the run's folder; the worker writes into that of its host.
 import os
+import pickle
 import queue
 import threading
 from collections import deque
@@ -383,8 +384,8 @@ class FarHandle:
             requests = gather_requests(self._outbox)
             is_open = None not in requests
             try:
-                posted = post.remote([files.to_there(request) for request in requests if request is not None])
-                self.cluster.ray.get(posted)  # meanwhile the next ones gather
+                pickled = [pickle.dumps(files.to_there(each)) for each in requests if each is not None]
+                self.cluster.ray.get(post.remote(pickled))  # meanwhile the next ones gather
             except Exception as error:
                 if not self.lost:
                     to_log(f"{self.name}: a request cannot be posted: {describe_ray_error(error)}")
@@ -395,7 +396,7 @@ class FarHandle:
         "Take the worker's messages until they end."
         take = self._process.take.options(concurrency_group="outbox")
         while messages := self.cluster.ray.get(take.remote()):
-            for message in messages:
+            for message in map(pickle.loads, messages):
                 if isinstance(message, Gone):
                     self._report_end(message.cause)
                 else:

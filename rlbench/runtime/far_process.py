@@ -13,6 +13,7 @@ __all__ = ['MAX_MESSAGES', 'GATHER_S', 'END_SECONDS', 'FarFacts', 'ForkPlace', '
 # What always holds:
 #   * The main function, its arguments and its process are those of a local worker.
 #   * Requests reach it in the order in which they were posted; results leave in the order in which they were sent.
+#   * Both are pickled by the process that made them and unpickled by the one that reads them: in between they are bytes.
 #   * Ray never starts it again by itself: the loop decides about restarts.
 #   * The worker ends when its Ray actor does, killed or not: its pipe is closed then.
 #   * Messages of a worker that has ended are still delivered, then how it ended, then an empty list.
@@ -22,8 +23,11 @@ import functools
 import importlib
 import multiprocessing
 import os
+import pickle
 import platform
+import select
 import socket
+import time
 from dataclasses import dataclass, replace
 
 from ..base.rendezvous import Rendezvous, open_listener
@@ -32,7 +36,7 @@ from .fork_server import ForkServer, borrow_server
 
 # %% ../../nbs/runtime/15_far_process.ipynb #far-process-facts
 MAX_MESSAGES = 256  # of one delivery, so that no list grows without bound
-GATHER_S = 0.002  # in which a delivery waits for further messages
+GATHER_S = 0.003  # that a delivery waits for further messages
 END_SECONDS = 2.0  # in which a process that has closed its pipe ends
 
 
@@ -65,6 +69,8 @@ class FarProcess:
         self.server: ForkServer | None = None
         self.process = None
         self.connection, self.workers_end = multiprocessing.Pipe()
+        self.arrivals = select.poll()
+        self.arrivals.register(self.connection.fileno(), select.POLLIN)
         self.listener: socket.socket | None = None  # of the team that the main function leads
 
     def listen(self, address: str) -> int:
@@ -95,24 +101,26 @@ class FarProcess:
         gpus = tuple(each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each)
         return FarFacts(self.process.pid, platform.node(), gpus)
 
-    def post(self, requests: list) -> None:
-        "Give the main function these requests."
+    def post(self, requests: list[bytes]) -> None:
+        "Give the main function these requests, each of them pickled."
         try:
             for request in requests:
-                self.connection.send(request)
+                self.connection.send_bytes(request)
         except OSError:
             return  # `take` says that it has ended
 
-    def take(self) -> list:
-        "The messages that have come since the last call; waits for one. Empty once the end was told."
+    def take(self) -> list[bytes]:
+        """The messages that have come since the last call, each of them pickled; waits for one. Empty once the end was
+        told."""
         messages = []
         try:
-            messages.append(self.connection.recv())
-            while len(messages) < MAX_MESSAGES and self.connection.poll(GATHER_S):
-                messages.append(self.connection.recv())
+            messages.append(self.connection.recv_bytes())
+            time.sleep(GATHER_S)
+            while len(messages) < MAX_MESSAGES and self.arrivals.poll(0):
+                messages.append(self.connection.recv_bytes())
         except (EOFError, OSError):
             if self.process is not None:
-                messages.append(self._describe_end())
+                messages.append(pickle.dumps(self._describe_end()))
                 self.process = None
         return messages
 

@@ -18,6 +18,7 @@ __all__ = ['SETTLE_SECONDS', 'RankBeat', 'describe_ends', 'FarTeam']
 #   * Ranks read the folder of the run on their own host only.
 #
 # Does not: start a lost rank again. Ranks hold parts of one model, so all of them start from a checkpoint together.
+import pickle
 import threading
 import time
 from collections.abc import Mapping
@@ -125,7 +126,8 @@ class FarTeam(FarHandle):
         take = self._rank_processes[name].take.options(concurrency_group="outbox")
         heard = []
         try:
-            while messages := self.cluster.ray.get(take.remote()):
+            while pickled := self.cluster.ray.get(take.remote()):
+                messages = [pickle.loads(each) for each in pickled]
                 others = [message for message in messages if not isinstance(message, Beat)]
                 if len(others) < len(messages):
                     self.inbox.put(RankBeat(0, name))
