@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['FIT_SECONDS', 'AGENT_START_SECONDS', 'START_SECONDS', 'LEFT_OUT', 'ANSWER_SECONDS', 'NEWEST_SECONDS', 'FETCH_SECONDS',
            'LOOK_SECONDS', 'needs_of', 'bundle_of', 'ClusterHost', 'hosts_of', 'why_not_on_host', 'why_not_on_cluster',
-           'ClusterRefused', 'prepare_own_cluster', 'import_ray', 'connect_ray', 'call_in_lasting_thread', 'Bundle',
-           'WorkerPlace', 'assign_places', 'options_at', 'free_places', 'lacking_needs', 'HostHeard', 'HostDown',
-           'HostUp', 'WeightsThere', 'WeightsNotThere', 'ClusterNews', 'carry_weights', 'reserve_bundles',
+           'ClusterRefused', 'NoPlaceNow', 'prepare_own_cluster', 'import_ray', 'connect_ray', 'call_in_lasting_thread',
+           'Bundle', 'WorkerPlace', 'assign_places', 'options_at', 'free_places', 'lacking_needs', 'HostHeard',
+           'HostDown', 'HostUp', 'WeightsThere', 'WeightsNotThere', 'ClusterNews', 'carry_weights', 'reserve_bundles',
            'start_agent', 'describe_ray_error', 'fetch_newest_weights', 'version_or_none', 'Cluster']
 
 # %% ../../nbs/runtime/18_cluster.ipynb #cluster-imports
@@ -117,6 +117,10 @@ AGENT_START_SECONDS = 120.0  # in which the first process of a run starts on a h
 
 class ClusterRefused(ValueError):
     "A cluster that is not there, or on which a run does not fit."
+
+
+class NoPlaceNow(ClusterRefused):
+    "The host of a worker is gone, and no other one has room for it yet."
 
 
 START_SECONDS = 120  # in which Ray's processes start; a busy machine needs more than Ray's own 30
@@ -266,6 +270,7 @@ class HostDown:
 
     host: str
     cause: str
+    workers: tuple[str, ...] = ()  # whose places were there
 
 
 @dataclass(frozen=True)
@@ -461,7 +466,7 @@ class Cluster:
                 self.refused = error
                 raise
             if worker not in self.places:
-                raise ClusterRefused(f"cluster: no host has a place for {worker} now")
+                raise NoPlaceNow(f"cluster: no host has a place for {worker} now")
             return self.places[worker]
 
     def hosts(self) -> list[ClusterHost]:
@@ -527,7 +532,7 @@ class Cluster:
             homeless = [worker for worker, place in self.places.items() if place.host.name == name]
             for worker in homeless:
                 del self.places[worker]
-        self.news.put(HostDown(name, cause))
+            self.news.put(HostDown(name, cause, tuple(homeless)))  # before anybody is refused for want of a place
         self._begin(self._wait_for_room, set(homeless))
 
     def _wait_for_room(self, homeless: set[str]) -> None:

@@ -6,8 +6,8 @@
 __all__ = ['QUIET_TICKS', 'GATHER_S', 'HOSTS_EVERY_S', 'HASTY', 'ROWS_AT_ONCE', 'Driver', 'carriers_of', 'hearers_of',
            'new_state', 'new_clock', 'journal_fields', 'drive', 'take_event', 'orders_before_rows', 'refresh_status',
            'is_pace_old', 'resume', 'end_run', 'events_of_host', 'lose_host', 'lose_silent_worker', 'SilentHandle',
-           'next_events', 'hear_inline', 'hear_processes', 'hear_weights', 'read_unread', 'describe_stuck',
-           'state_word', 'status_of', 'actor_hosts', 'worker_pids', 'asked_values', 'booked_fate']
+           'next_events', 'hear_inline', 'hear_hosts', 'hear_processes', 'hear_weights', 'read_unread',
+           'describe_stuck', 'state_word', 'status_of', 'actor_hosts', 'worker_pids', 'asked_values', 'booked_fate']
 
 # %% ../../nbs/runtime/39_driver.ipynb #driver-imports
 # The driver.
@@ -416,8 +416,8 @@ def end_run(driver: Driver) -> None:
 def events_of_host(driver: Driver, news) -> Iterable:
     "The events in what is new of a host."
     match news:
-        case HostDown(host=host, cause=cause):
-            yield from lose_host(driver, host, cause)
+        case HostDown(host=host, cause=cause, workers=workers):
+            yield from lose_host(driver, host, cause, workers)
         case HostUp(host=host, workers=workers):
             layout = driver.workers.layout  # without the other processes of a trainer, which start with it
             yield events.HostJoined(host, tuple(actor for each in workers for actor in layout.get(each, ())))
@@ -431,9 +431,11 @@ def events_of_host(driver: Driver, news) -> Iterable:
                 driver.publishing.bring_weights()
 
 
-def lose_host(driver: Driver, host: str, cause: str) -> Iterable:
-    "The events of a lost host: first its own, then those of its workers."
-    workers = driver.hosts.workers_on(host)
+def lose_host(driver: Driver, host: str, cause: str, placed: Iterable[str]) -> Iterable:
+    """The events of a lost host: first its own, then those of its workers. `placed`: workers that had a place there; one
+    that was just being started does not know its host yet."""
+    living = driver.hosts.workers_on(host)
+    workers = [worker for worker in driver.workers.handles if worker in living or worker in placed]
     to_log(f"host {host} lost: {cause}")
     actors = [actor for worker in workers for actor in driver.workers.layout.get(worker, ())]
     yield events.HostLost(host, cause, tuple(actors))
@@ -449,8 +451,7 @@ def lose_silent_worker(driver: Driver, worker: str, cause: str) -> Iterable:
     silence = driver.state.config.deadlines.silence
     if driver.hosts.lost_with_silence(worker, driver.clock.now(), silence):
         driver.hosts.cluster.note_lost_host(driver.hosts.host_of(worker), f"no sign of life for {silence:g} s")
-        for news in driver.hosts.hear(driver.clock.now()):
-            yield from events_of_host(driver, news)
+        yield from hear_hosts(driver)
     yield from driver.lose_worker(worker, cause)
 
 # %% ../../nbs/runtime/39_driver.ipynb #driver-next
@@ -497,6 +498,11 @@ def hear_inline(driver: Driver) -> tuple[list, bool]:
     return [event for message in heard for event in driver.events_of(worker, message)], bool(heard)
 
 
+def hear_hosts(driver: Driver) -> list:
+    "The events in what is new of hosts."
+    return [event for news in driver.hosts.hear(driver.clock.now()) for event in events_of_host(driver, news)]
+
+
 def hear_processes(driver: Driver) -> list:
     "In real time: the events of all messages of workers, and the loss of workers that hang."
     names = list(driver.workers.handles)
@@ -505,10 +511,11 @@ def hear_processes(driver: Driver) -> list:
     if not driver.unread and not driver.unread_news:
         driver.clock.wait([SilentHandle(each) for each in (*handles, driver.hosts)], LOOK_SECONDS)
     found = read_unread(driver)
-    for news in driver.hosts.hear(driver.clock.now()):
-        found += events_of_host(driver, news)
+    found += hear_hosts(driver)
     for name, handle in zip(names, handles):
         for message in handle.poll(driver.clock.now()):
+            if isinstance(message, (Gone, Refused)):
+                found += hear_hosts(driver)  # the loss of its host, if it was lost, came before its own
             found += driver.events_of(name, message)
     driver.watchdog.note_time()  # the watchdog must see every second between two looks at the workers
     for name in names:

@@ -29,7 +29,7 @@ from pathlib import Path
 from ..base.bell import Bell
 from ..base.run_files import FAILED_PUBLISH, FAULTS, replace_file
 from .actors import Beat, Gone, Refused
-from .cluster import Cluster, ClusterRefused, describe_ray_error, options_at
+from .cluster import Cluster, ClusterRefused, NoPlaceNow, describe_ray_error, options_at
 from .far_process import FarFacts, ForkPlace, far_process_class
 from .host_folder import CAPTURED, RunPapers, path_elsewhere
 from rlbench.runtime.messages import (
@@ -332,6 +332,9 @@ class FarHandle:
         "The life of the worker, in a thread of its own."
         try:
             files = self._start()
+        except NoPlaceNow as error:
+            self._report_end(str(error))
+            return
         except ClusterRefused as error:
             self.inbox.put(Refused(str(error)))
             return

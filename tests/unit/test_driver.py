@@ -10,16 +10,16 @@ import rlbench.runtime.run_context
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import FAULTS, FULL_DISK, LOST_HOST, SLOW_LINK, create_run_folder
 from rlbench.environments.scoring_messages import Forget, Gauges, ScoreRequest, TurnResult
-from rlbench.loop.actions import Abort, Generate, Publish, Score, Train, Write
+from rlbench.loop.actions import Abort, Generate, Publish, Score, Start, Train, Write
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml
-from rlbench.loop.events import Started
+from rlbench.loop.events import HostLost, Lost, Started
 from rlbench.loop.loop import step
 from rlbench.loop.state import Checkpoint, RolloutState, start_state
 from rlbench.records import Fate, Outcome, Rollout, RolloutRow, StepRow, Task, response_segment
-from rlbench.runtime.actors import Beat
-from rlbench.runtime.cluster import ClusterNews, ClusterRefused, HostHeard, WeightsThere
-from rlbench.runtime.driver import Driver, orders_before_rows
+from rlbench.runtime.actors import Beat, Gone
+from rlbench.runtime.cluster import ClusterNews, ClusterRefused, HostDown, HostHeard, WeightsThere
+from rlbench.runtime.driver import Driver, hear_processes, orders_before_rows
 from rlbench.runtime.far_handle import FarMain
 from rlbench.runtime.far_team import FarTeam, RankBeat
 from rlbench.runtime.host_agent import HostBeat
@@ -344,6 +344,48 @@ def test_a_drill_loses_one_host_that_has_no_trainer(tmp_path):
         hosts.cluster.news.put(HostHeard(name, HostBeat(0.5, 0.5, 1e9)))
     list(hosts.hear(2.0))
     assert asked == [("kill", "agent 2")] and not (tmp_path / FAULTS / LOST_HOST).exists()
+
+
+class WorkerOfLostHost(Recorder):
+    "A worker that reports its end; its host is reported in the same moment, after the run process has asked for hosts."
+
+    connection = None
+
+    def __init__(self, host: str, report_host=None):
+        super().__init__()
+        self.host, self.hosts, self.report_host = host, (host,), report_host
+
+    def poll(self, now):
+        if self.report_host is None:
+            return []
+        self.report_host()
+        self.report_host, self.lost = None, True
+        return [Gone("killed")]
+
+    def hang_up(self):
+        self.lost = True
+
+
+def test_a_lost_host_is_heard_before_its_workers_even_those_that_have_just_been_started(tmp_path):
+    "Otherwise each of them would be started again at once, until no host that has room for it is a reason to give it up."
+    driver = a_driver(tmp_path, "split", generators=3)
+    news = ClusterNews()
+    driver.hosts.cluster = SimpleNamespace(news=news, places={}, agents={}, close=lambda: None)
+    down = HostDown("host-2", "power cut", ("generator-1", "generator-2", "trainer-rank-1"))
+    driver.workers.handles |= {
+        "trainer": WorkerOfLostHost("host-1"),
+        "generator-1": WorkerOfLostHost("host-2", lambda: news.put(down)),
+        "generator-2": WorkerOfLostHost(""),  # it is being started there
+        "generator-3": WorkerOfLostHost("host-1"),
+        "environment": WorkerOfLostHost("host-1"),
+    }
+    heard = hear_processes(driver)
+    assert isinstance(heard[0], HostLost) and set(heard[0].actors) == {"generator-1", "generator-2"}
+    assert [event.actor for event in heard[1:] if isinstance(event, Lost)] == ["generator-2", "generator-1"]
+    actions = [action for event in heard for action in step(driver.state, event)]
+    assert not any(isinstance(action, Start) for action in actions)
+    assert {name for name, each in driver.state.hosts.waiting.items() if each.is_lost} == set(heard[0].actors)
+    assert all(driver.state.actors[name].restarts == 0 for name in heard[0].actors)
 
 
 def test_a_drill_makes_weights_late_for_one_host_only(tmp_path):
