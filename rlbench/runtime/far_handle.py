@@ -18,7 +18,6 @@ __all__ = ['FarMain', 'FarFiles', 'Awaited', 'Inbox', 'gather_requests', 'put_in
 #
 # Only the threads here and the run process touch the run's folder; the worker writes into that of its host.
 import os
-import pickle
 import queue
 import threading
 from collections import deque
@@ -30,7 +29,7 @@ from ..base.bell import Bell
 from ..base.run_files import FAILED_PUBLISH, FAULTS, replace_file
 from .actors import Beat, Gone, Refused
 from .cluster import Cluster, ClusterRefused, NoPlaceNow, describe_ray_error, options_at
-from .far_process import FarFacts, ForkPlace, far_process_class
+from .far_process import FarFacts, ForkPlace, far_process_class, message_of_bytes, message_to_bytes
 from .host_folder import CAPTURED, RunPapers, path_elsewhere
 from rlbench.runtime.messages import (
     CheckpointRequest,
@@ -387,7 +386,7 @@ class FarHandle:
             requests = gather_requests(self._outbox)
             is_open = None not in requests
             try:
-                pickled = [pickle.dumps(files.to_there(each)) for each in requests if each is not None]
+                pickled = [message_to_bytes(files.to_there(each)) for each in requests if each is not None]
                 self.cluster.ray.get(post.remote(pickled))  # meanwhile the next ones gather
             except Exception as error:
                 if not self.lost:
@@ -399,7 +398,7 @@ class FarHandle:
         "Take the worker's messages until they end."
         take = self._process.take.options(concurrency_group="outbox")
         while messages := self.cluster.ray.get(take.remote()):
-            for message in map(pickle.loads, messages):
+            for message in map(message_of_bytes, messages):
                 if isinstance(message, Gone):
                     self._report_end(message.cause)
                 else:

@@ -18,7 +18,6 @@ __all__ = ['SETTLE_SECONDS', 'RankBeat', 'describe_ends', 'FarTeam']
 #   * Ranks read the folder of the run on their own host only.
 #
 # Does not: start a lost rank again. Ranks hold parts of one model, so all of them start from a checkpoint together.
-import pickle
 import threading
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from ..base.rendezvous import Rendezvous
 from .actors import Beat, Gone
 from .cluster import Cluster, describe_ray_error, options_at
 from .far_handle import FarFiles, FarHandle, FarMain, begin_main
-from .far_process import FarFacts, far_process_class
+from .far_process import FarFacts, far_process_class, message_of_bytes
 from .run_log import to_log
 
 # %% ../../nbs/runtime/24_far_team.ipynb #far-team-ends
@@ -126,8 +125,8 @@ class FarTeam(FarHandle):
         take = self._rank_processes[name].take.options(concurrency_group="outbox")
         heard = []
         try:
-            while pickled := self.cluster.ray.get(take.remote()):
-                messages = [pickle.loads(each) for each in pickled]
+            while passed := self.cluster.ray.get(take.remote()):
+                messages = [message_of_bytes(each) for each in passed]
                 others = [message for message in messages if not isinstance(message, Beat)]
                 if len(others) < len(messages):
                     self.inbox.put(RankBeat(0, name))

@@ -43,8 +43,8 @@ def lab(tmp_path_factory):
     lab.close()
 
 
-# small batches, a few each second: what surrounds the browser leaves it the machine, and forecasts are made at once
-SLOW_RUN = {"generator": "scripted", "batch": 32, "group": 4}
+# small batches, one or two each second: the run leaves the machine to the browser, and forecasts are made at once
+SLOW_RUN = {"generator": "scripted", "batch": 32, "group": 4, "virtual": {"scripted_pace": 4.0}}
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from rlbench.training.trainer import ALONE
 pytestmark = pytest.mark.slow
 HELPERS = str(Path(__file__).parents[1] / "helpers")
 BEGIN = f"""
-import os, pickle, sys
+import os, sys
 sys.path.insert(0, {HELPERS!r})
 from rlbench.base.rendezvous import Rendezvous
-from rlbench.runtime.far_process import FarProcess
+from rlbench.runtime.far_process import FarProcess, message_of_bytes
 process = FarProcess()
 """
 SETTINGS = dict(
@@ -58,9 +58,9 @@ def test_two_ranks_on_two_hosts_train_what_one_process_trains(cluster, drivers, 
     second.ask(f"{BEGIN}\nprocess.begin('rank-1', 'ranks_on_hosts', 'follow', (2, {meeting}), None, {{}})")
     one, _ = build(ALONE, "")
     expected = trained(one, made_batches())
-    (metrics,) = first.ask("", "[pickle.loads(each) for each in process.take()]")
+    (metrics,) = first.ask("", "[message_of_bytes(each) for each in process.take()]")
     first.ask("process.end()")
-    assert second.ask("", "[pickle.loads(gone).cause for gone in process.take()]") in (
+    assert second.ask("", "[message_of_bytes(gone).cause for gone in process.take()]") in (
         ["its process ended (exit status 71)"],
         ["its process ended (exit status 0)"],
     )

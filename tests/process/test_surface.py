@@ -347,6 +347,7 @@ EXECUTES = {  # module -> how it turns text or bytes into code, and whose they a
     "foreign/skyrl": {"pickle.Unpickler", "torch.load"},  # an unpickler that knows four names and refuses every other
     "training/weight_transport": {"pickle.loads", "pickle.dumps"},
     "training/data_parallel": {"pickle.loads", "pickle.dumps"},  # between a run's own workers
+    "runtime/far_process": {"pickle.loads", "pickle.dumps"},  # and between them and the run process, on other hosts
 }
 DOUBTED = {
     "eval",
