@@ -23,8 +23,8 @@ from .balance import touch
 from .config import value_of, with_knob
 from .events import Commanded, Placed
 from .fates import ask_to_stop
-from .journal import fail_run, journal_command, place_of
-from .state import STAYS, LoopState, PlacementChange, generators_up, trainer_name
+from .journal import fail_run, journal_command, moment_of
+from .state import STAYING_KINDS, LoopState, PlacementChange, generators_up, trainer_name
 
 # %% ../../nbs/loop/27_placement.ipynb #placement-begin
 def begin_placement_change(state: LoopState, command: Commanded) -> bool:
@@ -37,7 +37,7 @@ def begin_placement_change(state: LoopState, command: Commanded) -> bool:
         raise ValueError(f"{command.knob}: the run is already {state.phase}")
     if value_of(target, command.knob) == value_of(state.config, command.knob):
         return False
-    state.placement.change = PlacementChange(command, target, place_of(state))
+    state.placement.change = PlacementChange(command, target, moment_of(state))
     return True
 
 
@@ -77,7 +77,7 @@ def are_workers_idle(state: LoopState) -> bool:
         return False
     if not generators_up(state) or trainer_name(state) is None:
         return False
-    workers = [actor for actor in state.actors.values() if actor.kind not in STAYS and not actor.given_up]
+    workers = [actor for actor in state.actors.values() if actor.kind not in STAYING_KINDS and not actor.given_up]
     return all(actor.up and not actor.load and actor.version == actor.sent for actor in workers)
 
 
@@ -88,7 +88,7 @@ def start_other_workers(state: LoopState, change: PlacementChange, actions: list
         end_placement_change(state, "refused", "the run could not be saved, so its workers stay", actions)
         return
     change.stage = "starting"
-    state.actors = {name: actor for name, actor in state.actors.items() if actor.kind in STAYS}
+    state.actors = {name: actor for name, actor in state.actors.items() if actor.kind in STAYING_KINDS}
     hosts = state.hosts
     hosts.waiting = {name: hostless for name, hostless in hosts.waiting.items() if name in state.actors}
     actions.append(Place(change.target.placement, change.target.generators, stored))

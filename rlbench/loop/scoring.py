@@ -28,7 +28,7 @@ from .fates import mark_discarded
 from .functions import count_failed_calls
 from .journal import fail_run, journal_alert
 from .state import FinishedTurn, GroupState, LoopState, RolloutState, find_attempt, is_active
-from .stragglers import put_aside
+from .stragglers import act_on_stop
 from ..records import Fate, Outcome, StopReason
 
 # %% ../../nbs/loop/22_scoring.ipynb #scoring-generated
@@ -196,7 +196,7 @@ def decide_score(state: LoopState, actions: list) -> None:
         then, rollout.stop_then = rollout.stop_then, ""
         was_stopped = rollout.reason is StopReason.ABORTED
         if then and not group.discarded and (then == "surplus" or was_stopped):
-            put_aside(state, rollout, group, then, actions)
+            act_on_stop(state, rollout, group, then, actions)
         elif group.discarded or was_stopped:
             drop_response(state, rollout, group)
         elif loads:

@@ -116,7 +116,7 @@ class Generation:
         rollout = replace(rollout, seconds=seconds)
         self.live.rollouts[result.key] = rollout
         oldest, newest = version_span(rollout) or (-1, -1)
-        actor = self.run.workers.hosted(worker, "generator")
+        actor = self.run.workers.actor_on(worker, "generator")
         yield Generated(
             actor, *result.key, result.reason, rollout.length, oldest, newest, seconds, hash_tokens(rollout)
         )
