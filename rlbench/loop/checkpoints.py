@@ -67,7 +67,7 @@ def schedule_reason(state: LoopState) -> str:
 
 # %% ../../nbs/loop/28_checkpoints.ipynb #checkpoints-why-two
 def change_reason(state: LoopState) -> str:
-    "That a waiting command is about to change how the trainer trains; empty if none is."
+    "That a waiting command is about to change a knob whose apply point is `version`; empty if none is."
     if not state.commands.waiting or not is_due(state, "version"):
         return ""
     for command in state.commands.waiting:
@@ -77,7 +77,7 @@ def change_reason(state: LoopState) -> str:
 
 
 def applies_between_batches(state: LoopState, command: Commanded) -> bool:
-    "True when a command changes a knob of the trainer. One that will be refused changes nothing."
+    "True when a command changes a knob whose apply point is `version`. One that will be refused changes nothing."
     if command.knob in VERBS or command.knob in PLACEMENT_KNOBS:
         return False
     try:

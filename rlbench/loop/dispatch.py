@@ -14,9 +14,9 @@ __all__ = ['NO_LIMIT', 'keep_evidence', 'use_evidence', 'draw_task', 'allowed_ne
 # Owns: `state.dispatch`.
 #
 # What always holds:
-#   * A training rollout starts on a generator only if (version of the batch that its group is in by its place among the
-#     live groups - confirmed version) <= the bound. So nothing gets too old while it is generated. Later turns are
-#     exempt: they have started.
+#   * Let v be the version on which a training rollout's batch will train, judged by how many live groups precede its
+#     group. The rollout starts on a generator only where v - confirmed version <= the bound. So nothing gets too old
+#     while it is generated. Later turns are exempt: they have started.
 #   * In an asynchronous run a generator with old weights stops no other generator.
 #   * A rollout of an evaluation is sent only to a generator with the version of that evaluation.
 #   * Rollouts are sent in the order of `to_send`, each to the generator with the least to do that may run it; an
@@ -56,7 +56,7 @@ from ..records import Fate, Sampling
 from ..staleness import allowed_groups, may_start
 
 # %% ../../nbs/loop/19_dispatch.ipynb #dispatch-tasks
-NO_LIMIT = 10**9  # places, where nothing limits them
+NO_LIMIT = 10**9  # groups or rollouts, where nothing limits them
 
 
 def keep_evidence(state: LoopState, group: GroupState, scored: int, solved: int) -> None:
@@ -167,9 +167,9 @@ def decide_admit(state: LoopState, actions: list) -> None:
         return
     live = count_live_groups(state)
     extra = extra_rollouts(state)
-    places = allowed_new_groups(state, live, 0 if extra else config.oversample)
+    allowed = allowed_new_groups(state, live, 0 if extra else config.oversample)
     still_needed = (config.steps - version_of_next_batch(state)) * config.batch_groups - live
-    for _ in range(min(places, still_needed)):
+    for _ in range(min(allowed, still_needed)):
         if len(dispatch.to_send) >= ahead or state.phase != "running":
             break
         make_training_group(state, extra, actions)
@@ -250,9 +250,9 @@ def free_generators(state: LoopState) -> dict[str, int]:
     "Generators that may be given something, with the number of rollouts that they may be given."
     free = {}
     for name, actor in generators_up(state).items():
-        places = NO_LIMIT if is_synchronous(state) else free_slots(state, actor)
-        if places and not waits_for_weights(state, actor):
-            free[name] = places
+        slots = NO_LIMIT if is_synchronous(state) else free_slots(state, actor)
+        if slots and not waits_for_weights(state, actor):
+            free[name] = slots
     return free
 
 

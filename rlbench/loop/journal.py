@@ -15,8 +15,8 @@ __all__ = ['KINDS_ON_DISK', 'VERBS', 'PLACEMENT_KNOBS', 'moment_of', 'journal_co
 # What always holds:
 #   * Every command ends in exactly one row: applied, refused or advised. After a resume, a command whose effect was
 #     undone gets another row, `lost` (`runtime.resumed`).
-#   * The place in a row (version, groups dispatched, whether a batch trains, number of the event) is where the command
-#     took effect. A replay uses it.
+#   * The moment in a row (version, groups dispatched, whether a batch trains, number of the event) is when the command
+#     took effect. A replay uses it, and calls the first three the command's place.
 #   * No order of events enters the digest, so live runs, resumed runs and replays share one definition.
 #
 # This module does not carry a command out: `commands`, `placement` and `watch` do.
@@ -31,14 +31,14 @@ from ..records import MAX_VERSIONS, CommandRow
 
 # %% ../../nbs/loop/16_journal.ipynb #journal-rows
 def moment_of(state: LoopState) -> tuple[int, int, bool, int]:
-    "Where the run is: version, groups dispatched, whether a batch trains, number of the event."
+    "The moment of a run: version, groups dispatched, whether a batch trains, number of the event."
     return state.version, state.dispatch.groups, bool(state.training.batch), state.seq
 
 
 def journal_command(
-    state: LoopState, command: Commanded, status: str, reason: str, apply: str, place: tuple = ()
+    state: LoopState, command: Commanded, status: str, reason: str, apply: str, moment: tuple = ()
 ) -> Write:
-    "The row of a command. `place`: where in the run, if that is not here."
+    "The row of a command. `moment`: when it took effect, if that is not now."
     row = CommandRow(
         command.id,
         command.author,
@@ -48,7 +48,7 @@ def journal_command(
         status,
         reason,
         apply,
-        *(place or moment_of(state)),
+        *(moment or moment_of(state)),
         command.heard,
     )
     return Write("commands", row)
@@ -91,7 +91,7 @@ def kind_on_disk(happened: object) -> str:
 
 # %% ../../nbs/loop/16_journal.ipynb #journal-due
 VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard", "checkpoint")
-PLACEMENT_KNOBS = ("placement", "generators", "trainers")  # knobs that change who lives where
+PLACEMENT_KNOBS = ("placement", "generators", "trainers")  # knobs that change which worker hosts which actor
 
 
 def is_due(state: LoopState, apply: str) -> bool:
@@ -111,7 +111,7 @@ def note_fact(state: LoopState, fact: list) -> None:
 
 
 def note_change(state: LoopState, knob: str, value: object, over: int) -> None:
-    "Fold a change of a knob into the digest, with its place in the run."
+    "Fold a change of a knob into the digest, with the version and the groups dispatched."
     note_fact(state, ["command", knob, value, over, state.version, state.dispatch.groups])
 
 
@@ -120,7 +120,7 @@ def note_weights(state: LoopState, version: int, weights: str) -> None:
     if weights and version >= state.traced.version:
         state.traced = replace(state.traced, weights=weights, version=version)
 
-
+# %% ../../nbs/loop/16_journal.ipynb #journal-phases
 def pause_run(state: LoopState) -> None:
     "Make no version after this one until somebody says go."
     state.commands.is_paused = True

@@ -16,9 +16,9 @@ __all__ = ['LEAST_WATCHED', 'on_generated', 'on_turn_ended', 'finish_rollout', '
 # What always holds:
 #   * A message about an attempt that is over changes nothing.
 #   * A scoring is asked for at most 1 + `score_retries` times per turn. Then its failure is final.
-#   * A verdict that is recalled was trained on by nobody: what trains or has ended keeps its verdict.
+#   * A verdict that is recalled was never trained on: what trains or has ended keeps its verdict.
 #   * Finished turns are kept as totals, so that the attempt can end with what it generated beyond one of them.
-#   * A response is sent to an environment that is up. A later turn goes to the one that has the episode, if that is up.
+#   * A response is sent to an environment that is up. A later turn goes to that of the turn before it, if that is up.
 #
 # This module does not run rewards or verifiers: environments do.
 from ..environments.episode import State

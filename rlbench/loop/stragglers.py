@@ -98,7 +98,7 @@ def decide_stragglers(state: LoopState, actions: list) -> None:
 
 
 def drop_surplus_groups(state: LoopState, actions: list) -> None:
-    "A batch was taken: stop the oldest unfinished groups beyond those that the bound itself has places for."
+    "A batch was taken: stop the oldest unfinished groups beyond those that the bound itself allows."
     config = state.config
     if config.stragglers != "oversample" or config.straggler_unit != "group" or is_synchronous(state):
         return
@@ -170,7 +170,7 @@ def _hold_back_unsent(state: LoopState, rollouts: list[RolloutState], actions: l
 
 
 def act_on_stop(state: LoopState, rollout: RolloutState, group: GroupState, then: str, actions: list) -> None:
-    "A response was stopped: its rollout leaves the group, starts again from nothing, or waits with its tokens."
+    "A response was stopped. By `then` its rollout leaves the group, starts again from nothing, or waits with its tokens."
     if then == "surplus":
         fate = Fate.ABORTED if rollout.reason is StopReason.ABORTED else Fate.SURPLUS
         end_rollout(state, rollout, group, fate, actions)
