@@ -15,8 +15,8 @@ __all__ = ['LOOP_FUNCTION_FIELDS', 'values_of', 'ramp_targets', 'command_columns
 # What always holds:
 #   * A command file is moved away when it is read, so it is heard once.
 #   * No file can stop the run: a file that cannot be read is refused in the journal.
-#   * Commands come to the loop alone, between two other events, and with the number of their event, so that a replay
-#     can put them between the same two.
+#   * The commands that a look finds are never mixed with other events. Each has the number of the event at which it
+#     came in, so that a replay can put it between the same two events.
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -154,7 +154,7 @@ class Commands:
         self.run = run
         self.prompts = prompts
         self.script = ScriptReader(run, script, self.prepare_command)
-        self.changed = changed  # knob -> value, version since which, of knobs that changed
+        self.changed = changed  # knob -> value, last finished version before the change; of knobs that changed
         self.values = values_of(run.config, run.state.functions)  # of live knobs
         self.unchecked: dict[str, UncheckedTasks] = {}  # by command
         self.unmovable: set[str] = set()  # ids of command files that cannot be moved out of the way

@@ -12,7 +12,7 @@ __all__ = ['QUIET_TICKS', 'GATHER_S', 'HOSTS_EVERY_S', 'ORDERS_BEFORE_ROWS', 'RO
 # %% ../../nbs/runtime/39_driver.ipynb #driver-imports
 # The driver.
 #
-# Owns: `Driver`, which holds all parts of the run process, and the way of a run from start to end.
+# Owns: `Driver`, which holds all parts of the run process, and the path of a run from start to end.
 #
 # What always holds:
 #   * Every result of a worker becomes events, every event goes through `step`, and every action is carried out.
@@ -112,7 +112,7 @@ class Driver:
         self.supervisor = 0
         self.quiet = 0
         self.ticks = 0
-        self.unread: list[tuple[object, str, object]] = []  # (handle, worker, message) that rows were written before
+        self.unread: list[tuple[object, str, object]] = []  # (handle, worker, message) that came as rows were written
         self.unread_news: list = []  # of hosts, likewise
         self.shown_at = 0.0  # when the status was written last
         self.shown_waiting: list[str] = []  # ids of commands that the status shows as waiting
@@ -350,6 +350,7 @@ def take_event(driver: Driver, event) -> None:
             hear_weights(driver)
 
 
+# actions that are carried out before the rows of their step
 ORDERS_BEFORE_ROWS = (actions.PrepareWeights, actions.Publish, actions.Train)
 ROWS_AT_ONCE = 16  # between two looks whether weights go on their way
 

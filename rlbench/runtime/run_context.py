@@ -61,7 +61,7 @@ class Workers:
         return [actor for actors in self.layout.values() for actor in actors if kind_of(actor) == kind]
 
     def has_generator(self, worker: str) -> bool:
-        "True when a generator lives there."
+        "True when a worker hosts a generator."
         return any(kind_of(actor) == "generator" for actor in self.layout.get(worker, ()))
 
     def first_with_generator(self) -> str:
@@ -88,8 +88,8 @@ class Workers:
 # %% ../../nbs/runtime/25_run_context.ipynb #run-context-tables
 FULL_SECONDS = 30.0  # so long a full disk is waited for
 WAITING_SHARE = 0.5  # of the reserve, that rows in memory may take
-LOOK_SECONDS = 0.1  # between two looks whether there is room
-TABLES_OPENED_AT_ONCE = (  # tables that are opened at once: a row for one that cannot be opened later would be lost
+LOOK_SECONDS = 0.1  # between two looks at a full disk or at `commands/`; longest wait for a message of a worker
+TABLES_OPENED_AT_ONCE = (  # when a run starts: a row for one that cannot be opened later would be lost
     "steps",
     "groups",
     "rollouts",
