@@ -260,8 +260,8 @@ def choose_checkpoints(
     saved: Sequence[SavedCheckpoint], newest: int, budget: float, needed: Collection[str] = ()
 ) -> set[str]:
     """Names of the checkpoints to keep; `saved` has the oldest first. Whatever the budget (bytes), these stay: the
-    `newest` so many, the first,
-    the best by held-out and those `needed`. Then, while the budget has room: marked ones, and a thinning series."""
+    `newest` so many, the first, the best by held-out solve rate and those `needed`. Then, while the budget has room:
+    marked ones, and a thinning series."""
     best = best_saved(saved)
     keep = {each.name: each for each in (*saved[:1], *saved[-newest:], *[best] * bool(best))}
     keep |= {each.name: each for each in saved if each.name in needed}
