@@ -71,7 +71,7 @@ class Status:
     parts: dict[str, str] = field(default_factory=dict)  # part of the digest -> its hash, empty where none is known yet
     supervisor: int = 0  # the process that closes the books if process `pid` cannot
     workers: dict[str, int] = field(default_factory=dict)  # worker -> its process
-    # knob that was turned -> value in force, version since which
+    # knob that was turned -> value in force, last finished version before the change
     changed: dict[str, list] = field(default_factory=dict)
     # knob -> value that its ramp goes to, version at which it gets there
     ramps: dict[str, list] = field(default_factory=dict)

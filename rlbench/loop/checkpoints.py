@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EARLY_PAUSE', 'SAVE_PAUSE', 'saves_itself', 'checkpoint_reason', 'schedule_reason', 'change_reason',
-           'changes_trainer', 'end_reason', 'early_reason', 'is_evaluated_now', 'decide_checkpoint', 'copy_state',
-           'on_checkpointed', 'stop_waits_for_checkpoint']
+           'applies_between_batches', 'end_reason', 'early_reason', 'is_evaluated_now', 'decide_checkpoint',
+           'copy_state', 'on_checkpointed', 'stop_waits_for_checkpoint']
 
 # %% ../../nbs/loop/28_checkpoints.ipynb #checkpoints-imports
 # Checkpoints: when the run is saved.
@@ -26,7 +26,7 @@ from .config import apply_point, with_knob
 from .ending import describe_spent_budget
 from .evaluation import evaluations_due
 from .events import ASKED, Checkpointed, Commanded
-from .journal import PLACED, VERBS, is_due, journal_own_refusal, note_weights
+from .journal import PLACEMENT_KNOBS, VERBS, is_due, journal_own_refusal, note_weights
 from .state import PREFLIGHT, Checkpoint, LoopState, is_all_scored, is_synchronous, trainer_name
 
 # %% ../../nbs/loop/28_checkpoints.ipynb #checkpoints-why
@@ -67,18 +67,18 @@ def schedule_reason(state: LoopState) -> str:
 
 # %% ../../nbs/loop/28_checkpoints.ipynb #checkpoints-why-two
 def change_reason(state: LoopState) -> str:
-    "That a waiting command is about to change how the trainer trains; empty if none is."
+    "That a waiting command is about to change a knob whose apply point is `version`; empty if none is."
     if not state.commands.waiting or not is_due(state, "version"):
         return ""
     for command in state.commands.waiting:
-        if changes_trainer(state, command):
+        if applies_between_batches(state, command):
             return f"before a change of {command.knob}"
     return ""
 
 
-def changes_trainer(state: LoopState, command: Commanded) -> bool:
-    "True when a command changes a knob of the trainer. One that will be refused changes nothing."
-    if command.knob in VERBS or command.knob in PLACED:
+def applies_between_batches(state: LoopState, command: Commanded) -> bool:
+    "True when a command changes a knob whose apply point is `version`. One that will be refused changes nothing."
+    if command.knob in VERBS or command.knob in PLACEMENT_KNOBS:
         return False
     try:
         target = with_knob(state.config, command.knob, command.value, state.functions)

@@ -27,7 +27,15 @@ from .config import apply_point, check_built, value_of, with_knob
 from .events import Commanded, Ticked
 from .fates import discard_all_groups
 from .functions import remember_replaced
-from .journal import PLACED, VERBS, is_due, journal_command, journal_own_refusal, note_change, pause_run
+from rlbench.loop.journal import (
+    PLACEMENT_KNOBS,
+    VERBS,
+    is_due,
+    journal_command,
+    journal_own_refusal,
+    note_change,
+    pause_run,
+)
 from .placement import begin_placement_change
 from .state import LoopState, Ramp, is_active
 from .watch import BALANCE, change_guards
@@ -62,7 +70,7 @@ def answer_command(state: LoopState, command: Commanded, before: list[Commanded]
         apply = check_command(state, command)
         if not is_due(state, apply) or (command.knob == "stop" and stop_waits_for_checkpoint(state)):
             return False
-        if command.knob in PLACED and begin_placement_change(state, command):
+        if command.knob in PLACEMENT_KNOBS and begin_placement_change(state, command):
             return True  # it is journalled when the change has ended
         carry_out_command(state, command, actions)
     except Exception as error:  # whatever is in a command, it is refused and the run goes on
@@ -105,7 +113,7 @@ def refusal_reason(command: Commanded, error: Exception) -> str:
     return f"{message} ({command.reason})" if command.reason else message
 
 # %% ../../nbs/loop/29_commands.ipynb #commands-carry-out
-CHANGES_NOTHING = ("guard", "unguard", "checkpoint", *PLACED)  # commands that change nothing that is trained
+CHANGES_NOTHING = ("guard", "unguard", "checkpoint", *PLACEMENT_KNOBS)  # commands that change nothing that is trained
 
 
 def carry_out_command(state: LoopState, command: Commanded, actions: list) -> None:

@@ -45,7 +45,7 @@ class Lost:
     cause: str
     # ((rollout, attempt), tokens) that are known of unfinished responses
     tokens: tuple[tuple[tuple[int, int], int], ...] = ()
-    at_work: tuple[tuple[int, int], ...] = ()  # attempts it was working on; empty: not known
+    at_work: tuple[tuple[int, int], ...] = ()  # of an environment: attempts it was working on; empty: not known
     elsewhere: tuple[tuple[int, int], ...] = ()  # attempts in scoring that another actor holds and continues
     at: float = 0.0
 

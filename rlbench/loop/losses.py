@@ -13,7 +13,8 @@ __all__ = ['MAX_RESTARTS', 'RESTARTED', 'on_started', 'on_lost', 'give_up_actor'
 #
 # What always holds:
 #   * A lost actor has no load. Everything it was working on has its fate or is asked for again.
-#   * Only what the actor was working on is charged a try; what waited in its queue is not.
+#   * A lost generator ends every attempt whose response it owed. Of a lost environment only what it was working on is
+#     charged a try; what waited in its queue is not.
 #   * An actor of a lost host is not restarted here, and no restart is charged: it waits for a host (`hosts`).
 #   * A run ends when all actors of a kind are given up, the trainer is lost, or an actor is lost before it ever
 #     started.

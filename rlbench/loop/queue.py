@@ -38,7 +38,7 @@ def take(
     unfinished_oldest: Iterable[int],
     in_turn: bool = False,
 ) -> Taken:
-    """Sort out stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not
+    """Remove stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not
     hold it. `in_turn`: in order of arrival, not of age."""
     stale = tuple(w for w in queue if not is_fresh(w.oldest, version, bound))
     usable = [w for w in queue if is_fresh(w.oldest, version, bound)]

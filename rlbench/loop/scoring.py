@@ -16,9 +16,9 @@ __all__ = ['LEAST_WATCHED', 'on_generated', 'on_turn_ended', 'finish_rollout', '
 # What always holds:
 #   * A message about an attempt that is over changes nothing.
 #   * A scoring is asked for at most 1 + `score_retries` times per turn. Then its failure is final.
-#   * A verdict that is recalled was trained on by nobody: what trains or has ended keeps its verdict.
+#   * A verdict that is recalled was never trained on: what trains or has ended keeps its verdict.
 #   * Finished turns are kept as totals, so that the attempt can end with what it generated beyond one of them.
-#   * A response is sent to an environment that is up. A later turn goes to the one that has the episode, if that is up.
+#   * A response is sent to an environment that is up. A later turn goes to that of the turn before it, if that is up.
 #
 # This module does not run rewards or verifiers: environments do.
 from ..environments.episode import State
@@ -28,7 +28,7 @@ from .fates import mark_discarded
 from .functions import count_failed_calls
 from .journal import fail_run, journal_alert
 from .state import FinishedTurn, GroupState, LoopState, RolloutState, find_attempt, is_active
-from .stragglers import put_aside
+from .stragglers import act_on_stop
 from ..records import Fate, Outcome, StopReason
 
 # %% ../../nbs/loop/22_scoring.ipynb #scoring-generated
@@ -196,7 +196,7 @@ def decide_score(state: LoopState, actions: list) -> None:
         then, rollout.stop_then = rollout.stop_then, ""
         was_stopped = rollout.reason is StopReason.ABORTED
         if then and not group.discarded and (then == "surplus" or was_stopped):
-            put_aside(state, rollout, group, then, actions)
+            act_on_stop(state, rollout, group, then, actions)
         elif group.discarded or was_stopped:
             drop_response(state, rollout, group)
         elif loads:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['UNFINISHED', 'unfinished_rollouts', 'unfinished_share', 'groups_of', 'acts_on_groups', 'old_tokens_of_partials',
            'decide_stragglers', 'drop_surplus_groups', 'drop_surplus_rollouts', 'waits_for_weights',
-           'make_ready_to_load', 'interrupt', 'put_aside', 'send_held_back', 'mark_old']
+           'make_ready_to_load', 'interrupt', 'act_on_stop', 'send_held_back', 'mark_old']
 
 # %% ../../nbs/loop/18_stragglers.ipynb #stragglers-imports
 # Stragglers: responses that are late.
@@ -13,7 +13,7 @@ __all__ = ['UNFINISHED', 'unfinished_rollouts', 'unfinished_share', 'groups_of',
 # Owns: `state.generation.held_back` and `send_again`, and `stop_then` of a rollout.
 #
 # What always holds:
-#   * A rollout that was asked to stop is decided on when its answer is in (`put_aside`), never before.
+#   * A rollout that was asked to stop is decided on when its answer is in (`act_on_stop`), never before.
 #   * At bound 0 no token of an older version carries weight.
 #   * A rollout that is held back keeps its place in its group. It goes first when dispatch continues.
 #
@@ -98,7 +98,7 @@ def decide_stragglers(state: LoopState, actions: list) -> None:
 
 
 def drop_surplus_groups(state: LoopState, actions: list) -> None:
-    "A batch was taken: stop the oldest unfinished groups beyond those that the bound itself has places for."
+    "A batch was taken: stop the oldest unfinished groups beyond those that the bound itself allows."
     config = state.config
     if config.stragglers != "oversample" or config.straggler_unit != "group" or is_synchronous(state):
         return
@@ -169,8 +169,8 @@ def _hold_back_unsent(state: LoopState, rollouts: list[RolloutState], actions: l
     state.dispatch.to_send = [i for i in state.dispatch.to_send if i not in ids]
 
 
-def put_aside(state: LoopState, rollout: RolloutState, group: GroupState, then: str, actions: list) -> None:
-    "A response was stopped: its rollout leaves the group, starts again from nothing, or waits with its tokens."
+def act_on_stop(state: LoopState, rollout: RolloutState, group: GroupState, then: str, actions: list) -> None:
+    "A response was stopped. By `then` its rollout leaves the group, starts again from nothing, or waits with its tokens."
     if then == "surplus":
         fate = Fate.ABORTED if rollout.reason is StopReason.ABORTED else Fate.SURPLUS
         end_rollout(state, rollout, group, fate, actions)

@@ -149,7 +149,7 @@ def may_take_batch(state: LoopState) -> bool:
 
 # %% ../../nbs/loop/23_training.ipynb #training-decide-two
 def take_batch(state: LoopState) -> Taken:
-    "Sort the queue out: the batch, what remains, and what is too old."
+    "Divide the queue: the next batch, what remains, and what is too old."
     config = state.config
     return take(
         state.training.queue,

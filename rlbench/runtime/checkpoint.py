@@ -23,7 +23,7 @@ __all__ = ['CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 
 #   * A checkpoint counts once its manifest is there and agrees with the size of every file. A reader sees all of it
 #     or nothing.
 #   * Files of a finished checkpoint are never written again, so another checkpoint may link to them.
-#   * The newest checkpoints, the first, and the best by held-out stay, whatever their size.
+#   * The newest checkpoints, the first, and the best by held-out solve rate stay, whatever their size.
 #   * Reading a checkpoint executes nothing: it holds JSON and safetensors.
 #   * Listing checkpoints does not import the loop; packing and unpacking its state does.
 #
@@ -155,7 +155,7 @@ def find_checkpoint(
 
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-write
 def begin_checkpoint(run: Path, version: int, state: "LoopState", kept) -> Path:
-    """Write the loop's half of a checkpoint aside: its state and `kept`, a record of what else is to be remembered.
+    """Write the loop's part of a checkpoint aside: its state and `kept`, a record of what else is to be remembered.
     Returns the folder. OSError if there is no room."""
     aside = run / CHECKPOINTS / f".v{version:06d}.{secrets.token_hex(4)}"
     (aside / TRAINER).mkdir(parents=True)
@@ -180,7 +180,7 @@ def sync_file(file) -> None:
 
 
 def finish_checkpoint(aside: Path, manifest: Manifest) -> Path:
-    "Make a checkpoint of a folder that has both halves. Returns its new place."
+    "Make a checkpoint of a folder that has both parts. Returns its new place."
     found = {str(path.relative_to(aside)): path.stat().st_size for path in sorted(aside.rglob("*")) if path.is_file()}
     write_json(aside / MANIFEST, asdict(replace(manifest, files=found)))
     name, number = f"v{manifest.version:06d}", 2
@@ -260,8 +260,8 @@ def choose_checkpoints(
     saved: Sequence[SavedCheckpoint], newest: int, budget: float, needed: Collection[str] = ()
 ) -> set[str]:
     """Names of the checkpoints to keep; `saved` has the oldest first. Whatever the budget (bytes), these stay: the
-    `newest` so many, the first,
-    the best by held-out and those `needed`. Then, while the budget has room: marked ones, and a thinning series."""
+    `newest` so many, the first, the best by held-out solve rate and those `needed`. Then, while the budget has room:
+    marked ones, and a thinning series."""
     best = best_saved(saved)
     keep = {each.name: each for each in (*saved[:1], *saved[-newest:], *[best] * bool(best))}
     keep |= {each.name: each for each in saved if each.name in needed}
@@ -282,7 +282,7 @@ def held_out_rates(run: Path, evaluation: str) -> dict[int, tuple[float, float]]
 
 
 def changed_versions(run: Path) -> set[int]:
-    "Versions at which a command that changes the trainer took effect."
+    "Versions at which a command took effect whose apply point is `version`."
     rows = read_table(run, "commands", ["status", "apply", "version"])
     return {version for status, apply, version in rows.iter_rows() if status == "applied" and apply == "version"}
 

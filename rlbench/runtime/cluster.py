@@ -7,8 +7,8 @@ __all__ = ['FIT_SECONDS', 'AGENT_START_SECONDS', 'START_SECONDS', 'LEFT_OUT', 'A
            'LOOK_SECONDS', 'needs_of', 'bundle_of', 'ClusterHost', 'hosts_of', 'why_not_on_host', 'why_not_on_cluster',
            'ClusterRefused', 'NoPlaceNow', 'prepare_own_cluster', 'import_ray', 'connect_ray', 'call_in_lasting_thread',
            'Bundle', 'WorkerPlace', 'assign_places', 'options_at', 'free_places', 'lacking_needs', 'HostHeard',
-           'HostDown', 'HostUp', 'WeightsThere', 'WeightsNotThere', 'ClusterNews', 'carry_weights', 'reserve_bundles',
-           'start_agent', 'describe_ray_error', 'fetch_newest_weights', 'version_or_none', 'Cluster']
+           'HostDown', 'HostUp', 'WeightsThere', 'WeightsNotThere', 'ClusterNews', 'transport_weights',
+           'reserve_bundles', 'start_agent', 'describe_ray_error', 'fetch_newest_weights', 'version_or_none', 'Cluster']
 
 # %% ../../nbs/runtime/18_cluster.ipynb #cluster-imports
 # A run's part of a Ray cluster.
@@ -323,7 +323,7 @@ class ClusterNews:
             return taken
 
 # %% ../../nbs/runtime/18_cluster.ipynb #cluster-carry
-def carry_weights(ray, source, targets: Mapping[str, object], news: ClusterNews, after_s: float = 0.0) -> None:
+def transport_weights(ray, source, targets: Mapping[str, object], news: ClusterNews, after_s: float = 0.0) -> None:
     """Bring the newest weights that one agent has to others. `targets`: name of a host -> its agent, None if the host
     is lost. News says for each host when they are there, or why not."""
     version = -1
@@ -340,7 +340,7 @@ def carry_weights(ray, source, targets: Mapping[str, object], news: ClusterNews,
         if agent is None:
             news.put(WeightsNotThere(host, version, "the host is lost"))
         else:
-            pending[agent.carry_weights.options(concurrency_group="weights").remote(reference)] = host
+            pending[agent.transport_weights.options(concurrency_group="weights").remote(reference)] = host
     while pending:
         [done], _ = ray.wait(list(pending), num_returns=1)
         host = pending.pop(done)
@@ -566,11 +566,11 @@ class Cluster:
             raise
         self.news.put(HostUp(host.name, tuple(sorted(places))))
 
-    def carry_weights(self, source: str, targets: list[str], after_s: float = 0.0) -> None:
+    def transport_weights(self, source: str, targets: list[str], after_s: float = 0.0) -> None:
         """Bring the newest weights of one host to others, in a thread; news says when they are there. `after_s`: how
         much later a drill wants them to set out."""
         there = {host: self.agents.get(host) for host in targets}
-        self._begin(carry_weights, self.ray, self.agents.get(source), there, self.news, after_s)
+        self._begin(transport_weights, self.ray, self.agents.get(source), there, self.news, after_s)
 
     def drop_weights(self) -> None:
         "Remove the files of weights on all hosts: the next trainer makes its own."

@@ -13,7 +13,7 @@ __all__ = ['ANY_VERSION', 'Generation', 'new_rollout', 'hash_tokens']
 #
 # What always holds:
 #   * That a response is asked for is on disk before any generator knows it: whoever closes the books of a killed run
-#     process finds every attempt in the journal.
+#     process finds every attempt in the table `events`.
 #   * The random stream of a response depends on the seed, the task, the rollout and the turn, and on nothing else.
 #   * A result of an attempt that is over is dropped.
 import hashlib
@@ -116,7 +116,7 @@ class Generation:
         rollout = replace(rollout, seconds=seconds)
         self.live.rollouts[result.key] = rollout
         oldest, newest = version_span(rollout) or (-1, -1)
-        actor = self.run.workers.hosted(worker, "generator")
+        actor = self.run.workers.actor_on(worker, "generator")
         yield Generated(
             actor, *result.key, result.reason, rollout.length, oldest, newest, seconds, hash_tokens(rollout)
         )

@@ -30,7 +30,7 @@ from ..knobs import unknown_name_error
 from ..loop.config import RunConfig, apply_point, live_knobs, value_of
 from ..loop.config_files import captured_functions
 from ..loop.config_tables import FUNCTIONS
-from ..loop.journal import PLACED
+from ..loop.journal import PLACEMENT_KNOBS
 from .steer import check_live, current_user, in_force, order_changes
 
 # %% ../../nbs/runtime/43_knobsets.ipynb #knobsets-file
@@ -62,7 +62,9 @@ def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:
     path, config, folder = knob_file(folder.parent, name), in_force(folder), Path(folder)
     known = {knob.field: knob for knob in live_knobs(config, captured_functions(folder))}
     chosen = list(fields) or [
-        field for field, knob in known.items() if knob.group != "budget" and "." not in field and field not in PLACED
+        field
+        for field, knob in known.items()
+        if knob.group != "budget" and "." not in field and field not in PLACEMENT_KNOBS
     ]
     table: dict[str, object] = {}
     for field_ in chosen:

@@ -16,8 +16,7 @@ __all__ = ['ResponseRequest', 'GenerateRequest', 'GenerateResult', 'AbortRequest
 # What always holds:
 #   * A request is answered by the result of the same name, with these exceptions: `ReferenceRequest` by
 #     `ReferenceWriteResult` or `ReferenceReadResult`; `PublishRequest` by `LoadResult` where generator and trainer
-#     share
-#     a worker; a batch that could not be trained by `TrainFailure`.
+#     share a worker; a batch that could not be trained by `TrainFailure`.
 #   * A result carries what the request named (key, version, folder or id), so that a late one can be recognised.
 #   * `key` is (rollout, attempt). Seconds are of the worker's own work.
 #   * Requests to stop or to take a configuration have no answer of their own: stopped responses come back as
@@ -206,7 +205,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    "Write the trainer's half of a checkpoint into a folder."
+    "Write the trainer's part of a checkpoint into a folder."
 
     version: int
     folder: str
@@ -214,7 +213,7 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class CheckpointResult:
-    "The trainer's half is written, or has failed."
+    "The trainer's part is written, or has failed."
 
     version: int  # of the policy that was written
     folder: str

@@ -126,7 +126,7 @@ class ModelScores:
         return ()
 
     def hear_reference_read(self, worker: str, result: ReferenceReadResult) -> Iterable:
-        "The new reference is written."
+        "The scorer has read the new reference."
         if result.version == self.reading:
             self.reading = -1
             self.send_held()

@@ -25,7 +25,7 @@ from ..loop.actions import Place, Start
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions, captured_functions
 from ..loop.events import Placed, Started
-from ..loop.state import STAYS
+from ..loop.state import STAYING_KINDS
 from ..models.hardware import gpus_here
 from ..records import Meter
 from .actors import InlineHandle, ProcessHandle, gpus_of, kind_of, layout_of, rank_names
@@ -92,7 +92,7 @@ class Placement:
 
     def carry_start(self, action: Start) -> None:
         "Start the worker that hosts a lost actor again, with the configuration in force."
-        self.start_worker(self.run.workers.home(action.actor))
+        self.start_worker(self.run.workers.worker_of(action.actor))
         self.run.is_status_behind = True
         if not self.checkpoints.begun_at:
             self.run.workers.submit(action.actor, ConfigureRequest(self.run.config))
@@ -128,7 +128,7 @@ class Placement:
     def relocate(self, target: dict[str, tuple[str, ...]]) -> None:
         "End the workers of the old layout and start those of another. One that cannot be made counts as lost."
         move, workers = self.relocation, self.run.workers
-        old = [name for name in workers.handles if kind_of(name) not in STAYS]
+        old = [name for name in workers.handles if kind_of(name) not in STAYING_KINDS]
         for name in old:
             self.forget_worker(name)
         workers.end(old)
@@ -138,7 +138,7 @@ class Placement:
         workers.layout = target
         self.hosts.plan_workers(self.config_to_start, target)
         move.started = []
-        move.waiting = {name for name in target if kind_of(name) not in STAYS}
+        move.waiting = {name for name in target if kind_of(name) not in STAYING_KINDS}
         try:
             for name in sorted(move.waiting):
                 self.start_worker(name)

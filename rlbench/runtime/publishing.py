@@ -84,7 +84,7 @@ class WeightGroups:
         "Have the trainer open the port where groups meet."
         self.send(self.trainer, MeetRequest(self.address()))
 
-    def carry_weights(self, version: int, workers: Iterable[str], seconds: float) -> None:
+    def transport_weights(self, version: int, workers: Iterable[str], seconds: float) -> None:
         """Begin a broadcast to these workers, unless one is under way or they have the version. `seconds`: in which it
         must end. The trainer has been asked to hand the version over."""
         receivers = sorted(workers)
@@ -150,7 +150,7 @@ class Publishing:
         self.loading.discard(actor)
         self.waiting.pop(actor, None)
         if self.groups:
-            self.groups.forget_worker(self.run.workers.home(actor))
+            self.groups.forget_worker(self.run.workers.worker_of(actor))
             self.bring_weights()
 
     def is_on_the_way(self, actor: str) -> bool:
@@ -160,7 +160,7 @@ class Publishing:
     def carry_publish(self, action: Publish) -> None:
         "Have the trainer hand the weights over, unless it has already."
         workers = self.run.workers
-        if workers.home(action.actor) == workers.home("trainer"):
+        if workers.worker_of(action.actor) == workers.worker_of("trainer"):
             self.loading.add(action.actor)
             workers.submit("trainer", PublishRequest(action.version))
         else:
@@ -170,7 +170,7 @@ class Publishing:
 
     def carry_prepare(self, action: PrepareWeights) -> None:
         "Have the trainer write its weights now; generators of other workers load them when they are empty."
-        home = self.run.workers.home("trainer")
+        home = self.run.workers.worker_of("trainer")
         others = [actors for worker, actors in self.run.workers.layout.items() if worker != home]
         if any(kind_of(actor) == "generator" for actors in others for actor in actors):
             self.write_weights(action.version)
@@ -181,19 +181,19 @@ class Publishing:
             self.asked = version
             self.run.workers.submit("trainer", PublishRequest(version))
             if self.groups:  # with it: the trainer may be given a batch next, and does nothing else meanwhile
-                self.carry_weights()
+                self.transport_weights()
 
     def bring_weights(self) -> None:
         "Generators that wait for weights load them where they are; where they are not, they are brought."
         workers = self.run.workers
         for generator, wanted in list(self.waiting.items()):
-            version = self.version_for(workers.home(generator))
+            version = self.version_for(workers.worker_of(generator))
             if version >= wanted:
                 del self.waiting[generator]
                 self.loading.add(generator)
                 workers.submit(generator, LoadRequest(version))
         if self.waiting:
-            self.carry_weights()
+            self.transport_weights()
 
     def version_for(self, worker: str) -> int:
         "The newest weights that a worker can load."
@@ -201,21 +201,21 @@ class Publishing:
             return self.groups.version_for(worker)
         return self.hosts.version_for(worker, self.written)
 
-    def carry_weights(self) -> None:
+    def transport_weights(self) -> None:
         "Bring what the trainer has handed over to all generators. A broadcast is asked for together with the hand-over."
         run = self.run
-        generators = [name for name in run.workers.handles if run.workers.hosts_generator(name)]
+        generators = [name for name in run.workers.handles if run.workers.has_generator(name)]
         if self.groups is None:
-            self.hosts.carry_weights(self.written, generators)
+            self.hosts.transport_weights(self.written, generators)
         elif run.is_up("trainer"):
             ready = filter(run.is_up, generators)
-            self.groups.carry_weights(self.asked, ready, run.config.deadlines.publish)
+            self.groups.transport_weights(self.asked, ready, run.config.deadlines.publish)
 
     def hear_published(self, worker: str, result: PublishResult) -> Iterable:
         "The weights are written: they go to the other hosts at once, and the generators that wait load them."
         self.written = result.version
         self.handover_seconds = result.seconds
-        self.carry_weights()
+        self.transport_weights()
         self.bring_weights()
         return ()
 
@@ -237,7 +237,7 @@ class Publishing:
     def hear_meeting(self, worker: str, result: MeetResult) -> Iterable:
         "The trainer has opened the port where process groups meet."
         self.groups.meeting = Rendezvous(result.address, result.port)
-        self.carry_weights()
+        self.transport_weights()
         return ()
 
     def hear_broadcast(self, worker: str, result: BroadcastResult) -> Iterable[Lost]:
@@ -254,13 +254,13 @@ class Publishing:
             yield Lost("trainer", f"its weights cannot be broadcast ({self.groups.last_failure}); {remedy}")
         else:
             self.bring_weights()
-            self.carry_weights()
+            self.transport_weights()
 
     def hear_loaded(self, worker: str, result: LoadResult) -> Iterable[Published]:
         "Note how long the weights took from the finished batch to the generator, tell the loop."
-        generator = self.run.workers.hosted(worker, "generator")
+        generator = self.run.workers.actor_on(worker, "generator")
         self.loading.discard(generator)
-        made_at = self.training.trained_at.get(result.version)
+        made_at = self.training.made_at.get(result.version)
         if made_at is not None:
             self.meters.publish_seconds = self.run.clock.now() - made_at
             if not self.run.is_virtual:  # there a measured time must not come into the tables

@@ -131,7 +131,7 @@ class Episodes:
         "A generator had nothing to do: book how much of that time rollouts were with the environment."
         now = self.run.clock.now()
         self.busy.note(now, bool(self.requests))
-        if work.idle and self.run.workers.hosts_generator(worker):
+        if work.idle and self.run.workers.has_generator(worker):
             end = now - sum(spent.seconds for spent in work.spent)
             begin = max(end - work.idle, self.booked_until.get(worker, 0.0))
             self.meters.stalled += self.busy.within(begin, end)

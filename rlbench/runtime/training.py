@@ -35,13 +35,13 @@ class Training:
         live: LiveRollouts,
         models: ModelScores,
         updates: list[int],
-        trained_at: dict[int, float],
+        made_at: dict[int, float],
     ):
         self.run = run
         self.live = live
         self.models = models
         self.updates = updates  # optimizer steps when version v was made
-        self.trained_at = trained_at  # when a version was made, as long as it may still be published
+        self.made_at = made_at  # when a version was made, as long as it may still be published
         self.metrics: dict[int, TrainMetrics] = {}  # by version
 
     def carry_train(self, action: Train) -> None:
@@ -59,7 +59,7 @@ class Training:
         self.live.token_notes.update(result.token_notes)
         self.metrics[result.version] = result.metrics
         self.updates.append(self.updates[-1] + steps)
-        self.trained_at[result.version] = self.run.clock.now()
+        self.made_at[result.version] = self.run.clock.now()
         self.models.refresh_reference(result.version)
         yield Trained("trainer", result.version, steps)
 
@@ -70,4 +70,4 @@ class Training:
     def begin_row(self, version: int, published: int) -> None:
         "The step row of a version was written: forget its metrics, and versions that nobody will publish."
         del self.metrics[version]
-        self.trained_at = {made: at for made, at in self.trained_at.items() if made >= published}
+        self.made_at = {made: at for made, at in self.made_at.items() if made >= published}

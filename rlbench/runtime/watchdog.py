@@ -79,7 +79,7 @@ class Watchdog:
     def idle_generators(self) -> list[str]:
         "Workers with a generator that owe nothing."
         workers = self.run.workers
-        return [name for name in workers.layout if workers.hosts_generator(name) and not self.owed_kinds(name)]
+        return [name for name in workers.layout if workers.has_generator(name) and not self.owed_kinds(name)]
 
     def find_hung(self, worker: str) -> str:
         "Why a worker counts as hung, in words; empty if it does not. A hung one is ended here."

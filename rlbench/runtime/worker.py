@@ -20,7 +20,8 @@ __all__ = ['HEAVY', 'HANDOVER_TRIES', 'HANDOVER_PAUSE_S', 'HANDLERS', 'WorkRepor
 # What always holds:
 #   * Every response is answered by one `GenerateResult`, every other request by one result (`loop.events` has the
 #     table); `AbortRequest` and `ConfigureRequest` have none of their own.
-#   * One unit of work answers everything that takes effect at once, then one heavy request or k decode steps.
+#   * One unit of work answers all light requests, then one heavy request (if the light ones had no result), or does k
+#     decode steps.
 #   * A batch that waits is trained before more is decoded: the next tokens should be written with its weights.
 #   * What a user's function raises in training is a TrainFailure, and the worker lives on.
 #   * Weights that cannot be handed over after three tries end the worker: nobody would read what it trains.
@@ -154,8 +155,8 @@ class Worker:
         self.trainer_half = trainer_half
         self.trained = trained  # version of the policy's weights
         self.has_started = False
-        self.light: deque = deque()  # requests that take effect between two decode steps
-        self.heavy: deque = deque()
+        self.light: deque = deque()  # requests that are all answered at the beginning of a unit
+        self.heavy: deque = deque()  # requests of which a unit answers one
         self.prompts: dict[tuple[int, int], np.ndarray] = {}  # new tokens of each response under way
         self.tasks: dict[tuple[int, int], Task] = {}  # of scripted responses that can be judged
         has_memory = config.generator != "scripted" and config.clock == "real"
@@ -192,7 +193,7 @@ class Worker:
         return self.broadcast.bell if self.is_at_rest and not self.idle else None
 
     def receive(self, request) -> None:
-        "Queue a request by when it takes effect."
+        "Queue a request: a light or a heavy one."
         queue = self.heavy if isinstance(request, HEAVY) else self.light
         queue.append(request)
 

@@ -54,8 +54,8 @@ def test_weights_that_nobody_receives_end_the_run_with_the_remedy():
         handles={"trainer": trainer, "generator": SimpleNamespace(lost=False)},
         send=lambda worker, message: sent.append((worker, message)),
         submit=lambda worker, message: sent.append((worker, message)),
-        hosts_generator=lambda worker: worker == "generator",
-        home=lambda actor: actor,
+        has_generator=lambda worker: worker == "generator",
+        worker_of=lambda actor: actor,
     )
     config = make_config({"placement": "split", "transport": "nccl"})
     run = SimpleNamespace(config=config, workers=workers, is_up=lambda worker: True)

@@ -322,7 +322,7 @@ def hosts_of_a_drill(folder) -> tuple[Hosts, list]:
         places={},
         agents={f"host-{i}": f"agent {i}" for i in (1, 2, 3)},
         ray=SimpleNamespace(kill=lambda agent: asked.append(("kill", agent))),
-        carry_weights=lambda *order: asked.append(order),
+        transport_weights=lambda *order: asked.append(order),
     )
     homes = {"trainer": 1, "generator-1": 2, "generator-2": 3}
     handles = {
@@ -392,12 +392,12 @@ def test_a_drill_makes_weights_late_for_one_host_only(tmp_path):
     hosts, asked = hosts_of_a_drill(tmp_path)
     list(hosts.hear(1.0))
     switch_fault(tmp_path, SLOW_LINK, 60.0)
-    hosts.carry_weights(4, hosts.handles)
+    hosts.transport_weights(4, hosts.handles)
     assert asked == [("host-1", ["host-3"], SLOW_LINK_SECONDS), ("host-1", ["host-2"])]
     (tmp_path / FAULTS / SLOW_LINK).unlink()
     for late, targets in (("host-2", ["host-2"]), ("host-3", ["host-3"])):  # behind a slow link nothing queues up
         asked.clear()
         hosts.cluster.news.put(WeightsThere(late, 4, 0.0, 0.0, 0.0))
         list(hosts.hear(2.0))
-        hosts.carry_weights(5, hosts.handles)
+        hosts.transport_weights(5, hosts.handles)
         assert asked == [("host-1", targets)]

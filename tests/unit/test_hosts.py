@@ -23,7 +23,7 @@ from rlbench.loop.packing import PackedArrays, pack_record, unpack_record
 from rlbench.loop.resume import resume_state
 from rlbench.loop.state import Checkpoint, HostsState, LoopState, start_state
 from rlbench.records import StopReason
-from rlbench.runtime.driver import journal_fields
+from rlbench.runtime.driver import event_fields
 
 ACTORS = ("trainer", "environment", "generator-1", "generator-2")
 
@@ -170,7 +170,7 @@ def test_states_with_and_without_hosts_open():
 )
 def test_both_events_stand_in_the_table_of_events(event, kind):
     assert kind_on_disk(event) == kind
-    fields = json.loads(json.dumps(journal_fields(event)))
+    fields = json.loads(json.dumps(event_fields(event)))
     assert fields["host"] == "host-2" and fields["actors"] == list(event.actors)
 
 
