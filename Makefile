@@ -41,7 +41,7 @@ run: .venv/.run
 # vLLM's CPU build needs AVX-512 or AVX2; elsewhere the tests of it are skipped and say so
 VLLM := $(if $(shell grep -m1 -o -w -e avx512f -e avx2 /proc/cpuinfo 2>/dev/null),.venv/.vllm)
 
-test: $(if $(ARGS),,browser) sandbox hosts .venv/.dev $(VLLM)
+test: $(if $(ARGS),,browser sandbox hosts) .venv/.dev $(if $(ARGS),,$(VLLM))
 	@mkdir -p $(STATE)
 	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(or $(ARGS),-n 4 --no-loadscope-reorder tests)  # what pytest makes of the tests is kept, too
@@ -60,7 +60,7 @@ browser:
 
 # the tests of the sandbox lock programs in with bubblewrap, and make its filter of system calls anew with libseccomp
 sandbox:
-	@command -v bwrap >/dev/null && ldconfig -p | grep -q 'libseccomp\.so\.2' && exit 0; \
+	@command -v bwrap >/dev/null && ldconfig -p | grep 'libseccomp\.so\.2' >/dev/null && exit 0; \
 	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need a jail: install Debian's packages bubblewrap and libseccomp2" >&2; exit 1; }; \
 	echo "installing bubblewrap and libseccomp2 (once)"; export DEBIAN_FRONTEND=noninteractive; \
 	apt-get update -qq && apt-get install -qq -y --no-install-recommends bubblewrap libseccomp2 >/dev/null

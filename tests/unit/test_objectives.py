@@ -297,7 +297,8 @@ def test_flags_say_where_the_gradient_went(name):
         assert (gradient_RT.abs() < bare_RT.abs())[high_RT].all()
     else:
         assert torch.equal(flagged_RT, (gradient_RT == 0) & d.mask_RT & (d.advantages_RT != 0).expand_as(d.mask_RT))
-        assert flagged_RT.any() == any(knob in knobs_of(ALL_LOSSES[name]) for knob in ("low", "high"))
+        clips = any(knob in knobs_of(ALL_LOSSES[name]) for knob in ("low", "high"))
+        assert flagged_RT.any() == clips, f"{name}: a loss flags tokens if, and only if, it has a knob `low` or `high`"
 
 
 @every(ALL_LOSSES)
