@@ -13,6 +13,7 @@ __all__ = ['IN_ENGINE', 'GROUP', 'WINDOWS', 'LIVE', 'simulator_setting', 'Simula
 # What always holds: an event is what the loop hears; only a run that is full is timed; the median of windows counts.
 #
 # Not here: whether what is simulated is right (see acceptance and staleness).
+import gc
 import time
 from dataclasses import dataclass, field
 from statistics import median
@@ -117,6 +118,7 @@ class WholeRun:
 
 def simulate_whole_run(name: str, gpus: int, config: RunConfig, world: World, versions: int) -> WholeRun:
     "Simulate a run of so many versions."
+    gc.collect()  # what an earlier simulation left behind is not this one's time
     start = time.perf_counter()
     seen = simulate(config, world, until=versions)
     took = time.perf_counter() - start

@@ -202,7 +202,9 @@ def _degraded_light(s: RunSnapshot) -> Light | None:
         return None
     reason = "; ".join(map(lost_host_in_words, lost))
     return Light(
-        "degraded", reason, f"a host that joins the cluster is used; rlbench hosts {s.name} shows who lives where"
+        "degraded",
+        reason,
+        f"a host that joins the cluster is used; rlbench hosts {s.name} shows which actor lives on which host",
     )
 
 # %% ../../nbs/views/21_light.ipynb #light-start
