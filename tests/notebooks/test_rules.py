@@ -146,11 +146,9 @@ def broken_cells(path: Path):
             body[0], (ast.ClassDef, ast.Assign, ast.AnnAssign)
         )  # a class or a table is not cut
         most = MOST_LINES["one class or one table" if whole else "functions"]
-        length = sum(
-            1 for line in cell["source"].splitlines()[1:] if line.strip() and not line.lstrip().startswith("#")
-        )
+        length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
         if length > most and not imports:
-            yield f"{cell['id']}: {length} lines of code, {most} at most; move a part into a cell of its own before it"
+            yield f"{cell['id']}: {length} lines that are not blank, {most} at most; move a part into a cell of its own before it"
         if "@patch" in cell["source"]:
             yield f"{cell['id']}: @patch"
 

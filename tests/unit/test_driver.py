@@ -17,10 +17,10 @@ from rlbench.loop.events import HostLost, Lost, Started
 from rlbench.loop.loop import step
 from rlbench.loop.state import Checkpoint, RolloutState, start_state
 from rlbench.records import Fate, Outcome, Rollout, RolloutRow, StepRow, Task, response_segment
-from rlbench.runtime.actors import Beat, Gone
-from rlbench.runtime.cluster import ClusterNews, ClusterRefused, HostDown, HostHeard, WeightsThere
+from rlbench.runtime.actors import Beat, Gone, Refused
+from rlbench.runtime.cluster import ClusterNews, ClusterRefused, HostDown, HostHeard, NoPlaceNow, WeightsThere
 from rlbench.runtime.driver import Driver, hear_processes, orders_before_rows
-from rlbench.runtime.far_handle import FarMain
+from rlbench.runtime.far_handle import FarHandle, FarMain
 from rlbench.runtime.far_team import FarTeam, RankBeat
 from rlbench.runtime.host_agent import HostBeat
 from rlbench.runtime.hosts import SLOW_LINK_SECONDS, Hosts
@@ -344,6 +344,18 @@ def test_a_drill_loses_one_host_that_has_no_trainer(tmp_path):
         hosts.cluster.news.put(HostHeard(name, HostBeat(0.5, 0.5, 1e9)))
     list(hosts.hear(2.0))
     assert asked == [("kill", "agent 2")] and not (tmp_path / FAULTS / LOST_HOST).exists()
+
+
+@pytest.mark.parametrize(("error", "message"), [(NoPlaceNow, Gone), (ClusterRefused, Refused)])
+def test_a_worker_without_a_place_for_now_is_lost_and_the_configuration_is_not_refused(tmp_path, error, message):
+    "Another host may join; only what can never run on the cluster is a refusal."
+
+    def place_of(name):
+        raise error("cluster: no host has a place")
+
+    handle = FarHandle("generator-1", SimpleNamespace(place_of=place_of), FarMain(print, (), ()), tmp_path, 1.0)
+    until(lambda: handle.inbox.waiting, 10)
+    assert handle.poll(0.0) == [message("cluster: no host has a place")] and handle.lost
 
 
 class WorkerOfLostHost(Recorder):
