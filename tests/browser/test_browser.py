@@ -223,22 +223,23 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     open_in_place(page)
 
     box = panel(page).locator(".rl-over input")
-    box.fill("4")
+    box.fill("8")
     box.press("Enter")
     drag_slider(page, handle(page, "temperature"), 0.3)  # hotter ones solve too little to fill a batch
     row = wait_applied(page, run, "temperature")
     asked = json.loads(row["value"])
-    assert row["over"] == 4 and 1.02 < asked < 1.6
+    assert row["over"] == 8 and 1.02 < asked < 1.6
 
     def sampled():
+        "The temperatures of the run, in order: before the change, at least two on the way, and what was asked for."
         return (
-            run.rollouts.filter((pl.col("group") >= 0) & (pl.col("dispatched") >= row["version"]))
+            run.rollouts.filter(pl.col("group") >= 0)
             .sort("group")["temperature"]
             .unique(maintain_order=True)
             .to_list()
         )
 
-    await_value(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 3, page=page)
+    await_value(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 4, page=page)
     assert (seen := sampled()) == sorted(seen), seen
     box.fill("0")
     box.press("Enter")
