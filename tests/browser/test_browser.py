@@ -233,10 +233,7 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     def sampled():
         "The temperatures of the run, in order: before the change, at least two on the way, and what was asked for."
         return (
-            run.rollouts.filter(pl.col("group") >= 0)
-            .sort("group")["temperature"]
-            .unique(maintain_order=True)
-            .to_list()
+            run.rollouts.filter(pl.col("group") >= 0).sort("group")["temperature"].unique(maintain_order=True).to_list()
         )
 
     await_value(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 4, page=page)
