@@ -131,7 +131,7 @@ def free_slots(state: LoopState, actor: ActorState) -> int:
 
 def can_admit(state: LoopState) -> bool:
     "True when training groups may be made at all."
-    if state.phase != "running" or is_held(state) or not generators_up(state):
+    if state.phase != "running" or is_held(state):
         return False
     if PREFLIGHT not in state.evaluation.last or PREFLIGHT in state.evaluation.under_way:
         return False
@@ -154,21 +154,24 @@ def joins_wave(state: LoopState) -> bool:
 # %% ../../nbs/loop/19_dispatch.ipynb #dispatch-admit
 def decide_admit(state: LoopState, actions: list) -> None:
     "Make training groups while there is room."
-    if not can_admit(state):
+    up = generators_up(state).values()
+    if not up or not can_admit(state):
         return
     use_evidence(state)
     if state.generation.held_back:
         send_held_back(state, actions)
     config, dispatch = state.config, state.dispatch
+    next_batch = version_of_next_batch(state)
     ahead = NO_LIMIT
     if not is_synchronous(state):
-        ahead = sum(free_slots(state, actor) for actor in generators_up(state).values() if is_recent(state, actor))
+        recent = [actor for actor in up if may_start(next_batch, actor.version, config.staleness)]
+        ahead = sum([free_slots(state, actor) for actor in recent])
     if len(dispatch.to_send) >= ahead:
         return
     live = count_live_groups(state)
     extra = extra_rollouts(state)
     allowed = allowed_new_groups(state, live, 0 if extra else config.oversample)
-    still_needed = (config.steps - version_of_next_batch(state)) * config.batch_groups - live
+    still_needed = (config.steps - next_batch) * config.batch_groups - live
     for _ in range(min(allowed, still_needed)):
         if len(dispatch.to_send) >= ahead or state.phase != "running":
             break

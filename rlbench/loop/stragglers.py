@@ -57,7 +57,8 @@ def unfinished_share(state: LoopState) -> float:
         if group.status != "training" and not group.eval and group.discarded is None
         for rollout in rollouts_of(state, group)
     ]
-    return sum(rollout.status in UNFINISHED for rollout in alive) / max(1, len(alive))
+    unfinished = [rollout for rollout in alive if rollout.status in UNFINISHED]
+    return len(unfinished) / max(1, len(alive))
 
 
 def groups_of(state: LoopState, rollouts: list[RolloutState]) -> list[GroupState]:
@@ -112,7 +113,8 @@ def drop_surplus_rollouts(state: LoopState, group: GroupState, actions: list) ->
     if not group.needed or group.discarded:
         return
     rollouts = rollouts_of(state, group)
-    if sum(each.status == "done" and each.reward is not None for each in rollouts) < group.needed:
+    rewarded = [each for each in rollouts if each.status == "done" and each.reward is not None]
+    if len(rewarded) < group.needed:
         return
     ask_to_stop([each for each in rollouts if each.status == "generating"], "surplus", actions)
     for rollout in rollouts:

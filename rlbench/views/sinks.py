@@ -25,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
@@ -333,25 +333,32 @@ def check_has_place(folder: str | Path, to: str, out: str | Path | None) -> None
 
 
 def export_run(
-    folder: str | Path, to: str, out: str | Path | None = None, follow: bool = False, pid: int = 0, every: float = 0.5
+    folder: str | Path,
+    to: str,
+    out: str | Path | None = None,
+    follow: bool = False,
+    pid: int = 0,
+    every: float = 0.5,
+    asked_to_end: threading.Event | None = None,
 ) -> ExportResult:
-    """Hand the rows of a run to a sink. `follow`: until the run has ended, looking every so many seconds.
-    Raises ValueError for an unknown sink, a missing library, or another system's run without a folder,
+    """Hand the rows of a run to a sink. `follow`: until the run has ended or the event is set, looking every so many
+    seconds; what is there by then is handed on in either case. Raises ValueError for an unknown sink, a missing library, or another system's run without a folder,
     FileNotFoundError if there is no run."""
     check_sinks([to])
     check_has_place(folder, to, out)
     reader = Follower(folder, COLUMNS)
     rows = dict.fromkeys(COLUMNS, 0)
+    asked_to_end = asked_to_end or threading.Event()
     sink = SINKS[to](read_exported_run(folder), Path(out).resolve() if out else None)
     try:
         while True:
-            last = not follow or is_over(folder, pid)
+            last = not follow or asked_to_end.is_set() or is_over(folder, pid)
             fresh = reader.poll()
             sink.write(sink_points(fresh))
             rows = {table: rows[table] + len(fresh[table]) for table in rows}
             if last:
                 return ExportResult(rows, sink.place, sink.look)
-            time.sleep(every)
+            asked_to_end.wait(every)
     finally:
         sink.close()
 
@@ -383,13 +390,14 @@ def start_sinks(folder: str | Path, names: Iterable[str], pid: int = 0) -> list[
 
 
 def main(folder: str, to: str, pid: str = "0") -> int:
-    """`python -m rlbench.views.sinks FOLDER NAME [PID]`: follow a run into a sink. Exit status 0 if all its rows are
-    there."""
+    """`python -m rlbench.views.sinks FOLDER NAME [PID]`: follow a run into a sink, until the run ends or SIGTERM comes.
+    Exit status 0 if all its rows are there."""
+    asked_to_end = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
     os.nice(19)
     try:
-        export_run(folder, to, follow=True, pid=int(pid))
+        export_run(folder, to, follow=True, pid=int(pid), asked_to_end=asked_to_end)
     except (ValueError, OSError) as error:
         print(f"{to}: {error}", file=sys.stderr)
         return 1

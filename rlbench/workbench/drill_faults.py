@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['HELD_SECONDS', 'MOST_HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 'FILLING', 'HALF', 'SLOW_FOR', 'LATE',
            'kill_controller', 'controller_replaced', 'kill_zygote', 'zygote_replaced', 'stop_worker', 'worker_hung',
-           'hold_starts', 'stop_new_workers', 'is_held_enough', 'second_starts', 'starts_were_slow', 'refuse_processes',
-           'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast', 'fill_disk', 'empty_disk',
-           'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused', 'break_publish',
-           'mend_publish', 'published_again', 'why_no_other_host', 'living_actors', 'lose_host', 'keep_host',
-           'host_used_again', 'host_alerts', 'why_no_slow_link', 'slow_link', 'restore_link', 'others_went_on']
+           'hold_starts', 'stop_new_workers', 'children_of', 'is_held_enough', 'second_starts', 'starts_were_slow',
+           'refuse_processes', 'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast',
+           'fill_disk', 'empty_disk', 'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused',
+           'break_publish', 'mend_publish', 'published_again', 'why_no_other_host', 'living_actors', 'lose_host',
+           'keep_host', 'host_used_again', 'host_alerts', 'why_no_slow_link', 'slow_link', 'restore_link',
+           'others_went_on']
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-imports
 # The faults of drills.
@@ -119,7 +120,7 @@ def worker_hung(scene: Scene) -> list[Sign]:
 def hold_starts(scene: Scene) -> None:
     "Kill all workers, and stop for a while whatever is started in their place."
     wait_until_busy(scene)
-    known = {child.pid for child in psutil.Process(scene.controller).children()}
+    known = children_of(scene.controller)
     scene.holder = threading.Thread(target=stop_new_workers, args=(scene, known), name="drill", daemon=True)
     scene.holder.start()
     scene.struck = workers_of(scene)
@@ -128,21 +129,31 @@ def hold_starts(scene: Scene) -> None:
 
 
 def stop_new_workers(scene: Scene, known: set[int]) -> None:
-    """Stop every child of the controller whose process id is not `known`; a child that is ready for programs is killed.
-    It ends `HELD_SECONDS` after the first one was stopped, or later, when the pool has asked for a second start."""
-    controller = psutil.Process(scene.controller)
+    """Stop every child of the controller whose process id is not `known`; a child that was ready for programs already
+    is killed. It ends `HELD_SECONDS` after the first one was stopped, or later, when the pool has asked for a second
+    start."""
     first = math.inf  # when a child was stopped
     while not (scene.over.wait(0.01) or is_held_enough(scene, time.monotonic() - first)):
-        with suppress(psutil.Error):
-            new = [child for child in controller.children() if child.pid not in known]
-            for child in new:
-                known.add(child.pid)
+        for pid in children_of(scene.controller) - known:
+            known.add(pid)
+            with suppress(psutil.Error):
+                child = psutil.Process(pid)
+                stop_tree(scene, child)
                 if zygote_of(child).children():
                     child.kill()
                 else:
-                    stop_tree(scene, child)
                     first = min(first, time.monotonic())
     wake_stopped(scene)
+
+
+def children_of(pid: int) -> set[int]:
+    """Process ids of a process's children, from the kernel's list of them: to look through all processes takes longer
+    on a busy machine than a worker's start. Empty if there is no such process."""
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the process has ended
+            found.update(map(int, thread.read_text().split()))
+    return found
 
 
 def is_held_enough(scene: Scene, held: float) -> bool:

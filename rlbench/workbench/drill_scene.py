@@ -381,11 +381,12 @@ def describe_change(again) -> str:
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-stop
 def stop_tree(scene: Scene, process: psutil.Process) -> None:
-    "Stop a process and all its descendants, parents first."
-    for each in (process, *process.children(recursive=True)):
-        with suppress(psutil.Error):
-            scene.stopped.append(each)
-            each.suspend()
+    "Stop a process and all its descendants, parents first: a stopped process starts no others."
+    scene.stopped.append(process)
+    with suppress(psutil.Error):
+        process.suspend()
+        for child in process.children():
+            stop_tree(scene, child)
 
 
 def wake_stopped(scene: Scene) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 import urllib.request
 from pathlib import Path
@@ -16,13 +15,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class MadeLab(Lab):
-    "A server started by `make lab`, on a copy of the workbench."
+    "A server started by `make lab`, on a copy of the workbench whose run has `settings`."
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, settings: dict):
         self.home = folder / "home"
         self.home.mkdir()
         (folder / "nbs").mkdir()
-        shutil.copy(ROOT / "nbs/workbench.ipynb", folder / "nbs")
+        page = (ROOT / "nbs/workbench.ipynb").read_text(encoding="utf-8")
+        start = json.dumps('run = rl.run("tiny", steps=1000)')[1:-1]
+        assert start in page, "the workbench starts its run in other words"
+        started = json.dumps(f'run = rl.run("tiny", steps=100_000, **{settings!r})')[1:-1]
+        (folder / "nbs/workbench.ipynb").write_text(page.replace(start, started), encoding="utf-8")
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__(folder, self.make, {"HOME": str(self.home), "PYTHONPATH": paths})
 
@@ -46,7 +49,7 @@ class MadeLab(Lab):
         "What the server answers to a request of its interface."
         address = f"http://127.0.0.1:{self.port}/api/{path}"
         request = urllib.request.Request(address, method=method, headers={"Authorization": f"token {self.token}"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=400) as answer:
             return answer.read()
 
     def leave(self, *pages: Page) -> None:

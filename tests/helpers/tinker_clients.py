@@ -70,7 +70,7 @@ class RawClient:
         headers = {"X-API-Key": self.key, "Content-Type": "application/json", **(headers or {})}
         request = urllib.request.Request(f"{self.url}/api/v1/{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=400) as answer:
                 return answer.status, answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode(errors="replace")

@@ -57,7 +57,7 @@ class WarmInterpreter:
     def close(self) -> None:
         "End the interpreter."
         self.server.stdin.close()
-        self.server.wait(30)
+        self.server.wait(400)
 
 
 def run_cells(notebook: Path) -> None:

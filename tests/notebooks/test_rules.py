@@ -59,7 +59,7 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     shutil.copy(ROOT / "rlbench/__init__.py", tmp_path / "rlbench")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     export = "from nbdev.doclinks import nbdev_export; nbdev_export()"
-    subprocess.run([sys.executable, "-c", export], cwd=tmp_path, check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-c", export], cwd=tmp_path, check=True, timeout=400, env=environment)
     there = {path.relative_to(tmp_path / "rlbench") for path in tmp_path.glob("rlbench/**/*.py")}
     here = {
         path.relative_to(ROOT / "rlbench")
@@ -219,7 +219,7 @@ def test_formatter_and_linter_have_nothing_to_say():
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
@@ -244,7 +244,7 @@ def loaded(statement: str) -> set[str]:
     "Top-level modules in a fresh process after a statement."
     script = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=400, cwd=ROOT
     )
     return set(found.stdout.split())
 
@@ -254,7 +254,7 @@ def test_import_is_light():
     assert loaded("import rlbench") & (HEAVY | {"numpy", "pydantic"}) == set()
     script = "import sys, rlbench\nprint(*(name for name in sys.modules if name.startswith('rlbench.')))"
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=400, cwd=ROOT
     )
     assert found.stdout.split() == []
 
@@ -264,7 +264,7 @@ def test_run_process_needs_no_torch():
     heavy = {"torch", "transformers", "plotly", "vllm", "ray"}
     script = f"import sys\nfor name in {RUN_PROCESS}:\n    __import__('rlbench.' + name)\n    print(name, *{heavy} & set(sys.modules))"
     lines = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=400, cwd=ROOT
     ).stdout.splitlines()
     assert lines == list(RUN_PROCESS)
 

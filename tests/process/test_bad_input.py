@@ -63,7 +63,7 @@ def check_fails(tmp_path, *words: str, **knobs) -> None:
     """A run with these settings starts and is refused by an actor in its process before any rollout, with closed books
     and these words in the status."""
     run = rl.run("tiny", runs=tmp_path / "runs", **{**SMALL, **knobs})
-    assert run.wait(90) == "failed", run.status
+    assert run.wait(400) == "failed", run.status
     status = run.status
     for word in words:
         assert word in status.reason, status.reason
@@ -139,7 +139,7 @@ def test_a_task_file_with_a_missing_column(tmp_path):
 
 def test_a_name_in_use_leaves_the_old_run_alone(tmp_path):
     first = rl.run("tiny", runs=tmp_path, name="monday", **SCRIPTED)
-    assert first.wait(90) == "finished"
+    assert first.wait(400) == "finished"
     before = first.status
     with pytest.raises(FileExistsError, match="a run of this name exists"):
         rl.run("tiny", runs=tmp_path, name="monday", **SCRIPTED)

@@ -50,7 +50,7 @@ def coded(tmp_path_factory):
     yield run
     if run.state == "running":
         run.stop()
-        run.wait(60)
+        run.wait(400)
     stop_pool(pool)
 
 
@@ -61,7 +61,7 @@ def plain(tmp_path_factory, coded):
     yield run
     if run.state == "running":
         run.stop()
-        run.wait(60)
+        run.wait(400)
 
 
 def pool_of(run: rl.Run):
@@ -153,7 +153,7 @@ def test_a_run_that_is_struck(plain, name):
 def test_all_that_suit(plain):
     "From the command line: those that do not suit the run are refused with the reason, and the rest is held."
     done = commanded(plain, "half-applied-edit", "dead-pool", "--json")
-    out, err = done.communicate(timeout=120)
+    out, err = done.communicate(timeout=400)
     told = json.loads(out.splitlines()[-1])
     assert done.returncode == 0 and (told["passed"], told["failed"]) == (1, 0), err
     assert (
@@ -173,7 +173,7 @@ def test_ctrl_c_on_the_command_line(plain, held):
     done = commanded(plain, *held, "full-disk", *["--json"] * bool(held))
     until((plain.folder / FAULTS / FULL_DISK).exists)
     done.send_signal(signal.SIGINT)
-    out, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=400)
     if held:
         told = json.loads(out.splitlines()[-1])
         assert (told["passed"], [each["name"] for each in told["drills"]]) == (1, list(held))

@@ -342,7 +342,7 @@ def test_a_notebook_becomes_a_reward(tmp_path):
         text=True,
     )
     run.stop()
-    out, _ = watching.communicate(timeout=60)
+    out, _ = watching.communicate(timeout=400)
     assert watching.returncode == 0 and json.loads(out.splitlines()[-1])["state"] == "stopped"
 
 

@@ -383,7 +383,7 @@ assert view.parts.note.value == "", view.parts.note.value
     for each in people:
         each.stdin.write("\n")
         each.stdin.flush()
-    assert [each.wait(60) for each in people] == [0] * 3, people[0].stderr.read()
+    assert [each.wait(400) for each in people] == [0] * 3, people[0].stderr.read()
     lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
     assert len(lines) == 36 and len({line["id"] for line in lines}) == 36
     kept = [json.loads(line) for line in (folder / "preferences.jsonl").read_text().splitlines()]
@@ -426,11 +426,11 @@ def test_runs_beside_each_other(tmp_path, trained, script):
         and frame.filter(run="monday", version=60)["held_out"].is_not_null().all()
     )
     told = script("from rlbench.cli.main import main; main()", "compare", "monday", "friday", "--runs", runs, "--json")
-    out, err = told.communicate(timeout=60)
+    out, err = told.communicate(timeout=400)
     assert told.returncode == 0, err
     assert [r["run"] for r in json.loads(out)["runs"]] == ["monday", "friday"]
     lost = script("from rlbench.cli.main import main; main()", "compare", "mondy", "friday", "--runs", runs)
-    assert "the nearest: monday" in lost.communicate(timeout=60)[1] and lost.returncode == 2
+    assert "the nearest: monday" in lost.communicate(timeout=400)[1] and lost.returncode == 2
 
 
 def test_looking_loads_no_model(trained, script):
@@ -446,7 +446,7 @@ assert "[3]" not in page and not {"torch", "transformers"} & set(sys.modules)
         trained,
         0,
     )
-    out, err = told.communicate(timeout=60)
+    out, err = told.communicate(timeout=400)
     assert told.returncode == 0, err
     assert not {"torch", "transformers", "ipywidgets", "polars", "plotly", "tokenizers"} & set(out.split())
 

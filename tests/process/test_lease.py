@@ -74,7 +74,7 @@ def test_one_of_several_that_race_gets_the_lease(tmp_path, is_stale):
         names = [f"host-{racer}" for _ in range(rounds)]
         started.append(context.Process(target=race_for_lease, args=(str(tmp_path), names, gates, answers)))
         started[-1].start()
-    found = [answers.get(timeout=60) for _ in range(rounds * racers)]
+    found = [answers.get(timeout=400) for _ in range(rounds * racers)]
     for process in started:
         process.join()
     for round in range(rounds):
@@ -230,7 +230,7 @@ def test_of_two_that_resume_a_run_at_once_one_does(tmp_path):
     racers = [context.Process(target=resume_run_once, args=(str(run.folder), gate, answers)) for _ in range(2)]
     for racer in racers:
         racer.start()
-    found = [answers.get(timeout=120) for _ in racers]
+    found = [answers.get(timeout=400) for _ in racers]
     for racer in racers:
         racer.join()
     assert found.count("resumed") == 1, found

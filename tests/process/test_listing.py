@@ -93,7 +93,7 @@ def test_tags_and_notes_from_every_side(tmp_path):
     assert rl.run("tiny", runs=runs, name="new", exist="attach").folder == made.folder
     with pytest.raises(FileExistsError, match=r'rl.attach\("new"\).*exist="attach"'):
         rl.run("tiny", runs=runs, name="new")
-    made.wait(60)
+    made.wait(400)
 
 
 def test_several_are_removed_and_archived_by_pattern(tmp_path):

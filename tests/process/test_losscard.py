@@ -515,7 +515,7 @@ def test_what_waits_is_read_from_the_checkpoint(tmp_path, monkeypatch):
         )
     finally:
         r.stop()
-        r.wait(60)
+        r.wait(400)
 
 
 def test_a_name_that_is_no_queue_is_refused(folder):

@@ -36,7 +36,7 @@ def own():
     started = subprocess.Popen([sys.executable, "-W", "ignore", "-c", OWN], env=users, **pipes)
     line = next((each for each in started.stdout if each.startswith("[[")), "null")
     yield json.loads(line)
-    started.communicate("\n", timeout=60)
+    started.communicate("\n", timeout=400)
 
 
 def test_a_cluster_of_a_run_listens_on_this_machine_alone_and_wants_its_token(own):
@@ -47,11 +47,11 @@ def test_a_cluster_of_a_run_listens_on_this_machine_alone_and_wants_its_token(ow
     on_loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray replaces 127.0.0.1 by the address of this host
     environment = {**os.environ, **on_loopback, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}
     command = [sys.executable, "-W", "ignore", "-c", JOIN, address]
-    stranger = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    stranger = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert stranger.returncode != 0 and "came in" not in stranger.stdout
     assert "token" in stranger.stderr.lower() or "Failed to connect" in stranger.stderr
     environment["RAY_AUTH_TOKEN"] = token
-    friend = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    friend = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert "came in" in friend.stdout
 
 

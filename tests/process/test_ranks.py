@@ -43,7 +43,7 @@ def test_two_ranks_train_what_one_trains_and_each_goes_on_from_the_other(tmp_pat
         [sys.executable, path, tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env={**os.environ, "PYTHONPATH": f"{path.parent}:{path.parent.parent}"},
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]

@@ -174,8 +174,10 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory) -> rl.Run:
-    "An ended run, asynchronous in real time, that was given a reward and a temperature while it lived."
-    run = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, **WITHOUT_MODEL, "staleness": 1, "eval": []})
+    """An ended run, asynchronous in real time, that was given a reward and a temperature while it lived. It is slow
+    enough for them to come before its end."""
+    slow = {**SMALL, **WITHOUT_MODEL, "staleness": 1, "eval": [], "virtual": {"scripted_pace": 0.5}}
+    run = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **slow)
     at(run, 1)
     run.reward(brief)
     run.set(temperature=0.7, author="ana")

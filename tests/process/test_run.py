@@ -305,7 +305,7 @@ def test_interrupting_the_command_line_finishes_the_step(tmp_path):
     folder = tmp_path / "runs" / "x"
     until(lambda: folder.exists() and (status := rl.Run(folder).status) and status.version >= 1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=400)
     told = json.loads(out.splitlines()[-1])
     assert (
         process.returncode == 0 and told["state"] == "stopped" and told["books_closed"] and "Ctrl-C" in told["reason"]

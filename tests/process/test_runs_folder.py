@@ -46,7 +46,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (project / "mine.toml").write_text('tasks = {name = "file", path = "sums.jsonl"}\n')
     monkeypatch.chdir(project / "nbs")
     run = rl.run("../mine.toml", name="monday", **SCRIPTED)
-    assert run.wait(90) == "finished", run.status
+    assert run.wait(400) == "finished", run.status
     return project
 
 
@@ -76,7 +76,7 @@ def test_a_run_is_found_from_every_folder_and_goes_on_after_a_move(project, monk
     write_tasks(project / "sums.jsonl", 61)
     with pytest.warns(UserWarning, match="sums.jsonl' has changed since the run 'monday' began"):
         child = run.fork(at=2, steps=4)
-    assert child.wait(90) == "finished" and child.folder == moved / "monday-1"
+    assert child.wait(400) == "finished" and child.folder == moved / "monday-1"
     assert "note: tasks.path" in call("resume", "monday", "--set", "steps=5", "--quiet")
     assert run.status.version == 5
 

@@ -92,7 +92,7 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     at = list(run.checkpoints.values())[-1].version
     command(tmp_path, "fork", "x", "--name", "y", f"--set=steps={at + 3}")
     child = rl.attach("y", runs=tmp_path / "runs")
-    assert child.wait(400) == "finished" and child.replay().wait(60).equal
+    assert child.wait(400) == "finished" and child.replay().wait(400).equal
     command(tmp_path, "resume", "x", "-d")
     until(lambda: run.state == "running" and run.status.version > at)
     own |= {run.status.pid, run.status.supervisor, *run.status.workers.values()}

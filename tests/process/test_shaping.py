@@ -307,7 +307,7 @@ def test_rewards_of_steps_reach_the_table(tmp_path):
     run = rl.run(
         "tiny", runs=tmp_path, clock="virtual", reward="mixed", steps=1, batch=32, group=8, preflight=0, eval=[]
     )
-    run.wait(120)
+    run.wait(400)
     rows = run.rollouts.filter(pl.col("reward").is_not_null())
     with_steps = rows.filter(pl.col("step_ends").list.len() > 0)
     assert len(with_steps) and (with_steps["step_ends"].list.max() <= with_steps["text"].str.len_chars()).all()

@@ -50,7 +50,7 @@ def python(environment: dict, *arguments, code: int = 0, cwd=None) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -242,7 +242,7 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
         lambda: (
             (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0].get("steps/loss", [])[1:]
         ),
-        30,
+        60,
     )
     for process in beside:
         process.send_signal(signal.SIGINT)
@@ -266,7 +266,7 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
     ledger.extend("steps", [row(4)])
     ledger.close()
     write_status(folder, Status("finished", version=4, pid=os.getpid(), host=os.uname().nodename))
-    assert [process.wait(15) for process in beside] == [0, 0, 0], (folder / "sinks.log").read_text()
+    assert [process.wait(400) for process in beside] == [0, 0, 0], (folder / "sinks.log").read_text()
     for sink in SINK_NAMES:
         assert_holds(sink, folder, environment)
 
@@ -278,11 +278,11 @@ def test_a_killed_run_ends_its_sinks(tmp_path, environment, beside):
         runs=tmp_path,
         name="monday",
     )
-    pid = until(lambda: run.state == "running" and run.status.pid, 30)
+    pid = until(lambda: run.state == "running" and run.status.pid, 60)
     beside += start_sinks(run.folder, ["tensorboard"], pid)
     until(lambda: (run.folder / "tensorboard").exists() and from_tensorboard(run.folder, environment)[0], 30)
     os.kill(pid, signal.SIGKILL)
-    assert [process.wait(15) for process in beside] == [0]
+    assert [process.wait(400) for process in beside] == [0]
     assert run.wait(400) == "failed" and "run process lost" in run.status.reason
     assert_holds("tensorboard", run.folder, environment)
 
@@ -296,22 +296,17 @@ def test_an_older_status_ends_nothing(tmp_path, environment, beside, script):
     time.sleep(1.5)
     assert beside[0].poll() is None
     lives.communicate("\n")
-    assert beside[0].wait(15) == 0
+    assert beside[0].wait(400) == 0
 
 
 def test_a_sink_that_is_told_to_end_keeps_what_it_has(tmp_path, environment, beside, script):
-    "SIGTERM is an end like any other."
+    "SIGTERM is an end like any other: the rows that are there by then are handed on."
     folder, lives = inline_run(tmp_path, "monday", SMALL, TOLD).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["wandb"], lives.pid)
-
-    def written():
-        return [path.stat().st_size for path in folder.glob("wandb/offline-run-*/*.wandb")]
-
-    until(
-        lambda: written() and (before := written()) and not time.sleep(2.0) and before == written(), 30
-    )  # it has come to the end of the tables
+    until(lambda: [*folder.glob("wandb/offline-run-*/*.wandb")], 60)
+    assert beside[0].poll() is None
     beside[0].terminate()
-    assert beside[0].wait(15) == 0
+    assert beside[0].wait(400) == 0
     assert_holds("wandb", folder, environment)
 
 
@@ -320,7 +315,7 @@ def test_failures_are_in_the_log(tmp_path, environment, beside):
     folder = inline_run(tmp_path, "monday", SMALL).folder
     (folder / "tensorboard").write_text("in the way")
     beside += start_sinks(folder, ["tensorboard"])
-    assert beside[0].wait(30) == 1
+    assert beside[0].wait(400) == 1
     assert "tensorboard: " in (folder / "sinks.log").read_text() and "exists" in (folder / "sinks.log").read_text()
 
 
@@ -344,11 +339,11 @@ def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
     "Nothing is left to follow, so nothing follows; the folder does not come back."
     folder, lives = inline_run(tmp_path, "monday", SMALL).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["tensorboard"], lives.pid)
-    until(lambda: list(folder.glob("tensorboard/*")), 30)
+    until(lambda: list(folder.glob("tensorboard/*")), 60)
     until(
         lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), 30
     )  # once more if a file came meanwhile
-    beside[0].wait(15)  # whether a read was cut short is its own affair
+    beside[0].wait(400)  # whether a read was cut short is its own affair
     assert not folder.exists()
 
 

@@ -338,4 +338,4 @@ def test_several_knobs_are_asked_for_together_or_not_at_all(tmp_path):
     until(lambda: run.settings.group == 12 and run.settings.batch == 48)
     assert run.settings.temperature == 1.0
     run.stop()
-    run.wait(60)
+    run.wait(400)

@@ -80,7 +80,7 @@ def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
     for process in below:
         process.suspend()
     supervisor.terminate()
-    assert run.wait(120) == "failed" and "run process lost: it hangs" in run.status.reason and book_problems(run) == []
+    assert run.wait(400) == "failed" and "run process lost: it hangs" in run.status.reason and book_problems(run) == []
     until(lambda: not living_processes([supervisor, *below]), 10)
 
 

@@ -1102,12 +1102,12 @@ def served(tmp_path_factory):
     until(lambda: answer(port, "/login")[0])
     yield port, "a-token-of-the-test", folder
     server.send_signal(signal.SIGINT)
-    server.wait(60)
+    server.wait(400)
 
 
 def answer(port: int, path: str, method: str = "GET", **headers) -> tuple[int, str, dict]:
     "Status, text and headers of an answer, the path as it is written; status 0 while nobody listens."
-    connection = HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = HTTPConnection("127.0.0.1", port, timeout=400)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         found = connection.getresponse()
@@ -1217,11 +1217,11 @@ def test_a_visitor_of_a_served_page_drives_no_kernel(served):
     address, own = f"ws://127.0.0.1:{port}/api/kernels/{kernel}/channels", f"Authorization: token {token}"
     for header in ([], ["Authorization: token wrong"], [f"Cookie: username-127-0-0-1-{port}=forged"]):
         with pytest.raises(websocket.WebSocketBadStatusException):
-            websocket.create_connection(address, header=header, timeout=60)
+            websocket.create_connection(address, header=header, timeout=400)
     cookie = headers["Set-Cookie"].partition(";")[0]
     with pytest.raises(websocket.WebSocketBadStatusException):
-        websocket.create_connection(address, header=[f"Cookie: {cookie}"], origin="http://evil.example", timeout=60)
-    websocket.create_connection(address, header=[f"Cookie: {cookie}"], timeout=60).close()  # the page's own
+        websocket.create_connection(address, header=[f"Cookie: {cookie}"], origin="http://evil.example", timeout=400)
+    websocket.create_connection(address, header=[f"Cookie: {cookie}"], timeout=400).close()  # the page's own
     canary = folder.parent / "written"
     code = f"open({str(canary)!r}, 'w')"
     sent = {
@@ -1248,7 +1248,7 @@ def test_a_visitor_of_a_served_page_drives_no_kernel(served):
         ("control", "interrupt_request"): {},
         ("iopub", "execute_request"): {"code": code, "silent": False},
     }
-    line = websocket.create_connection(address, header=[own], timeout=60)
+    line = websocket.create_connection(address, header=[own], timeout=400)
     for (channel, kind), content in sent.items():
         header = {
             "msg_id": f"{channel}-{kind}",

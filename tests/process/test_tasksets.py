@@ -46,7 +46,7 @@ def found() -> dict:
     }
     front = os.pathsep.join(map(str, (HERE / "verifiers_04", HERE / "tasksets", HERE.parents[1])))
     command = [sys.executable, str(HERE / "tasksets" / "play.py"), json.dumps(asked)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": front}, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": front}, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -168,7 +168,7 @@ def test_a_run_says_the_interval(tmp_path):
         },
         runs=tmp_path,
     )
-    run.wait(60)
+    run.wait(400)
     row = run.evals.filter(pl.col("eval") == "preflight").row(0, named=True)
     assert 0 <= row["zero_advantage_low"] <= row["zero_advantage"] <= row["zero_advantage_high"] <= 1
     words = preflight_in_words(row, run.config.band, run.config.group)

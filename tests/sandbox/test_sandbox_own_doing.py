@@ -301,7 +301,7 @@ def test_waiting_for_a_canary_is_no_standstill():
     class Taken(Quick):
         def run(self, program, limits, owner=""):
             if owner.endswith("canary"):
-                assert opened.wait(60)
+                assert opened.wait(400)
                 return super().run(program, limits, owner)
             return Execution(
                 End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake"

@@ -55,6 +55,7 @@ def kill_at_once(pool: PoolClient, workers: list[psutil.Process]) -> None:
     controller.suspend()
     for worker in workers:
         worker.kill()
+    gone(workers)
     controller.resume()
 
 
@@ -124,7 +125,7 @@ def test_a_controller_that_is_killed(pool_at):
     until(lambda: pool.status().busy == 2, 20)
     killed(pid)
     gone(workers)
-    assert running.result(30).stdout == b"kept" and inside.result(30).end is End.BACKEND_LOST
+    assert running.result(400).stdout == b"kept" and inside.result(400).end is End.BACKEND_LOST
     with pytest.raises(Fault, match="backend_lost"):
         box.read("a")
     now = pool.status()
@@ -202,7 +203,7 @@ def test_a_worker_that_is_killed(pool_at):
     running = [pool.submit(Program("# fake: wall=1")) for _ in range(4)]
     until(lambda: pool.status().busy == 4, 20)
     kill_at_once(pool, workers)
-    ends = [future.result(30) for future in running]
+    ends = [future.result(400) for future in running]
     assert all(e.end is End.EXITED and e.tries == 2 for e in ends)
     assert [box.read("a") for box in boxes[:2]] == [b"0", b"1"] and len({layer.digest for layer in layers}) == 2
     for box in boxes[2:]:
@@ -339,7 +340,7 @@ def test_a_bad_day_of_960(pool_at):
         )
         for i in range(960)
     ]
-    wait([*boxes, *programs], timeout=100)
+    wait([*boxes, *programs], timeout=400)
     assert all(future.done() for future in (*boxes, *programs)) and time.monotonic() - began < 100
     for number, future in enumerate(programs):
         e = future.result()
@@ -425,7 +426,7 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     assert (tier == "bwrap-zygote") == (not scratch) and all(place.is_dir() for place in scratch)
     pool.close()
     killed(pid)
-    ends = [future.result(5) for future in running]
+    ends = [future.result(400) for future in running]
     assert [e.end for e in ends] == [End.BACKEND_LOST] * 2, ends
     gone(family, 60)
     until(lambda: not (pool.folder / "socket").exists(), 20)  # the guardian has come to the end
@@ -450,7 +451,7 @@ def test_a_zygote_that_is_killed(pool_at):
     running = pool.submit(Program("import time; time.sleep(1); print('done')"))
     until(lambda: pool.status().busy == 1, 20)
     kill_at_once(pool, workers)
-    e = running.result(60)
+    e = running.result(400)
     assert (e.stdout, e.tries) == (b"done\n", 2) and box.read("b") == b"A = 1\n" and box.read("src/a.py") == b"A = 1\n"
     with pytest.raises(Fault, match="backend_lost"):
         lost.read("c")

@@ -192,7 +192,7 @@ def test_why_says_what_the_balance_did(tmp_path):
         [sys.executable, "-m", "rlbench.cli.main", "why", str(driver.folder), "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=True,
     )
     assert json.loads(said.stdout) == json.loads(json.dumps(found.plain()))

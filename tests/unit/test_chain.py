@@ -143,7 +143,7 @@ def test_a_reward_model_of_verifier_pairs_is_right_on_prompts_it_has_not_seen(fo
     child = script(
         f"from rlbench.models.heads import load_reward_model as load\nm = load({str(folder / 'reward')!r})\nprint(*m.scores([m.encode(*pair) for pair in {texts}]))"
     )
-    out, error = child.communicate(timeout=120)
+    out, error = child.communicate(timeout=400)
     assert child.returncode == 0, error
     here = load_reward_model(str(folder / "reward"))
     scores = here.scores([here.encode(*pair) for pair in texts])

@@ -315,7 +315,7 @@ def test_a_full_disk_is_visible_in_the_terminal(tmp_path):
     look = "from pathlib import Path; from rlbench.cli.progress import disk_text; print(disk_text(Path('there')))"
     script = f'mount -t tmpfs -o size=256k none there && {sys.executable} -c "{look}"'
     done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=400
     )
     assert done.stdout.startswith("full: rows wait in memory"), done.stderr
 

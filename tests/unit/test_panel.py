@@ -52,7 +52,7 @@ def live(tmp_path_factory):
     yield r
     if r.state in ("running", "paused", "starting"):
         r.stop()
-        r.wait(60)
+        r.wait(400)
 
 
 def frame(panel: Panel) -> Panel:

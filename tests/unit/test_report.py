@@ -212,4 +212,4 @@ def test_a_long_run_is_reported_in_seconds(tmp_path):
 def test_the_report_needs_neither_torch_nor_plotly(tmp_path):
     folder = fake_run(tmp_path)
     program = f"import sys; from rlbench.views.report import write_report; write_report({str(folder)!r}); assert not {{'torch', 'transformers', 'plotly'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=400)
