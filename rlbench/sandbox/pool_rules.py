@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FINAL', 'NOT_BEGUN', 'WITNESS_SHARE', 'SCORING_MARGIN', 'APIS', 'PoolRules', 'Next', 'verdict_on_attempt',
-           'lateness_witness', 'settle_lateness', 'retry_pause_s', 'percentile', 'straggler_limit_s',
+           'lateness_witness', 'settle_lateness', 'retry_pause_s', 'percentile', 'straggler_limit_s', 'late_start_s',
            'sandbox_lifetime_s', 'reason_for_expiry', 'reason_for_renewal', 'restart_pause_s', 'PoolSpec', 'spec_of',
            'PoolStatus', 'status_of', 'latency_of']
 
@@ -37,8 +37,8 @@ class PoolRules:
     its wall limit a program is ended, and after the same time again its worker counts as hung; `operation_s`: the same
     for reading, writing and snapshots.
     `hedge_factor`, `hedge_floor_s`: a start, or an answer, later than factor x p95 and than the floor is asked for a
-    second time elsewhere. `retries`: further attempts after an end of the machine, `retry_s` and `quota_s` apart,
-    doubling, with jitter.
+    second time elsewhere; a worker's start also when it is later than half its deadline. `retries`: further attempts
+    after an end of the machine, `retry_s` and `quota_s` apart, doubling, with jitter.
     `busy_share`: of the wall clock in CPU time, above which a program that is late is late by itself; `idle_cores`:
     mean idle cores that tell the same in a session; `alone_s`: longest wait of a program that is to be run alone.
     `lease_s`: without a sign of life from its owner a sandbox ends. `recycle`: executions after which a worker is
@@ -163,6 +163,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 def straggler_limit_s(seen: Sequence[float], policy: PoolRules) -> float:
     "Seconds beyond which one of these latencies is a straggler."
     return max(policy.hedge_factor * percentile(seen, 0.95), policy.hedge_floor_s)
+
+
+def late_start_s(seen: Sequence[float], policy: PoolRules) -> float:
+    """Seconds beyond which a worker's start is asked for a second time: that of a straggler, and at most half its
+    deadline, so that a pool whose starts were all slow asks again, too, before it gives one up."""
+    return min(straggler_limit_s(seen, policy), policy.start_s / 2)
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-lease
 SCORING_MARGIN = 30.0  # seconds between two processes' ideas of the time, and for a queue

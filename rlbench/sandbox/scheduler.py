@@ -51,6 +51,7 @@ from rlbench.sandbox.pool_desk import (
 from rlbench.sandbox.pool_rules import (
     Next,
     PoolStatus,
+    late_start_s,
     latency_of,
     reason_for_renewal,
     restart_pause_s,
@@ -301,7 +302,7 @@ def _keep_seats(desk: Desk, now: float) -> None:
         late = now - seat.since
         if late > policy.start_s:
             _lose_seat(desk, seat, f"not ready after {policy.start_s:g} s (policy.start_s)", now)
-        elif late > straggler_limit_s(desk.seen.get("worker", ()), policy) and not seat.hedged and not seat.hedges:
+        elif late > late_start_s(desk.seen.get("worker", ()), policy) and not seat.hedged and not seat.hedges:
             seat.hedged = True
             desk.counts["hedged"] += 1
             _start_worker(desk, now, seat)
