@@ -7,7 +7,7 @@ __all__ = ['ADVANTAGES', 'MIN_GROUP', 'MEAN_ENDS', 'TOTAL_ENDS', 'DEPTH_95', 'DE
            'grpo', 'rloo', 'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo', 'token_rewards',
            'discounted_sums', 'whiten', 'advantages_by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values',
            'gae', 'steps', 'distill', 'is_informative', 'informative_share', 'zero_advantage_of_beta',
-           'beta_log_likelihood', 'likely_betas', 'fit_solve_beta', 'expected_zero_advantage']
+           'beta_log_likelihood', 'numbers_above', 'likely_betas', 'fit_solve_beta', 'expected_zero_advantage']
 
 # %% ../nbs/05_advantage.ipynb #advantage-imports
 # From rewards to advantages: how much better was this rollout than its baseline?
@@ -407,13 +407,17 @@ def beta_log_likelihood(right: Sequence[int], tries: Sequence[int], a: np.ndarra
     arrays of one shape."""
     right_N = np.asarray(right, int)
     tries_N = np.asarray(tries, int)
-    wrong_N = tries_N - right_N
-    likelihood = np.zeros(a.shape)
-    for i in range(int(tries_N.max())):
-        likelihood += np.sum(right_N > i) * np.log(a + i)
-        likelihood += np.sum(wrong_N > i) * np.log(b + i)
-        likelihood -= np.sum(tries_N > i) * np.log(a + b + i)
-    return likelihood
+    steps_I = np.arange(int(tries_N.max()))
+    likelihood = np.zeros(a.size)
+    for sign, counts_N, values in ((1, right_N, a), (1, tries_N - right_N, b), (-1, tries_N, a + b)):
+        weights_I = sign * numbers_above(counts_N, len(steps_I))
+        likelihood += weights_I @ np.log(np.add.outer(steps_I, values.ravel()))
+    return likelihood.reshape(a.shape)
+
+
+def numbers_above(values_N: np.ndarray, most: int) -> np.ndarray:
+    "How many of these whole numbers, none above `most`, are above 0, 1 and so on up to `most` - 1."
+    return len(values_N) - np.bincount(values_N, minlength=most + 1).cumsum()[:-1]
 
 # %% ../nbs/05_advantage.ipynb #advantage-expected-fit
 MEAN_ENDS = (-9.0, 9.0)  # logit of the mean solve rate that is looked at

@@ -1,9 +1,10 @@
-"""Runs a recipe of the package tinker-cookbook as it is installed: python cookbook_recipe.py RECIPE URL FOLDER.
+"""Runs recipes of the package tinker-cookbook as they are installed: python cookbook_recipe.py URL FOLDER RECIPE ...
+Each logs into FOLDER/RECIPE.
 
 Three things are replaced, by the package's own means or from outside, because they would need the Hugging Face Hub:
 the data set (`datasets.load_dataset` gives rows made here), the tokenizer (registered with `register_tokenizer`: one token
 of the embedded policy for each word, and a response is read as the parity of its first token), and, where a recipe asks
-for it, the loss `stable_reinforce` (its field `loss_fn` is set to `importance_sampling`). The recipe's file is not touched.
+for it, the loss `stable_reinforce` (its field `loss_fn` is set to `importance_sampling`). The recipes' files are not touched.
 """
 
 import sys
@@ -54,4 +55,6 @@ def run_recipe(recipe: str, url: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(*sys.argv[1:])
+    url, folder, *recipes = sys.argv[1:]
+    for each in recipes:
+        run_recipe(each, url, f"{folder}/{each}")

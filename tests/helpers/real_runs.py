@@ -7,13 +7,13 @@ import rlbench as rl
 from rlbench.base.status import living_processes
 
 SMALL = dict(
-    steps=6,
-    batch=64,
-    group=8,
+    steps=4,
+    batch=32,
+    group=4,
     preflight=8,
     preflight_k=2,
     staleness=0,
-    eval=[{"name": "held_out", "count": 32, "every": 3}],
+    eval=[{"name": "held_out", "count": 16, "every": 2}],
 )
 
 

@@ -4,6 +4,8 @@ import json
 import random
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import tinker
@@ -12,9 +14,14 @@ from tinker import types
 VOCABULARY = 64  # more than the tiny policy knows, less than it would matter
 
 
-def open_client(url: str, key: str) -> tinker.ServiceClient:
-    "The official client."
-    return tinker.ServiceClient(base_url=url, api_key=key)
+@contextmanager
+def open_client(url: str, key: str) -> Iterator[tinker.ServiceClient]:
+    "The official client. It is closed at the end: else its heartbeats would go on for half an hour."
+    client = tinker.ServiceClient(base_url=url, api_key=key)
+    try:
+        yield client
+    finally:
+        client.close("success").result()
 
 
 def fixed_data(step: int, sequences: int = 4, length: int = 12) -> list[types.Datum]:

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rlbench.base.ledger_reading import read_table
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -115,15 +117,11 @@ def test_data_is_found_installed_and_editable(site, tmp_path):
 
 def test_first_run_in_an_empty_folder(site, tmp_path):
     "What a person types first works with nothing but the wheel."
-    run_installed(site, tmp_path, "-m", "rlbench.cli.main", "run", "tiny", "--set", "steps=2", "--set", "name=x")
-    assert (tmp_path / "runs/x/ledger").is_dir()
-    steps = run_installed(
-        site,
-        tmp_path,
-        "-c",
-        "from rlbench.base.ledger_reading import read_table; print(read_table('runs/x', 'steps')['version'].to_list())",
-    )
-    assert steps.strip() == "[1, 2]"
+    small = ("name=x", "steps=2", "batch=32", "group=4", "preflight=8", "preflight_k=2")
+    small += ('eval=[{name="held_out",count=16,every=1000}]',)
+    settings = [each for setting in small for each in ("--set", setting)]
+    run_installed(site, tmp_path, "-m", "rlbench.cli.main", "run", "tiny", *settings)
+    assert read_table(tmp_path / "runs/x", "steps")["version"].to_list() == [1, 2]
 
 
 def lock(name: str) -> dict[str, str]:

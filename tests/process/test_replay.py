@@ -1,38 +1,39 @@
 """Runs done again from their journals: equal digests; and what cannot be promised is refused."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 
 import polars as pl
 import pytest
+from command_line import run_verb
+from patience import until
 from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 
 SMALL = dict(
     steps=12,
-    batch=32,
+    batch=16,
     group=4,
-    preflight=8,
+    preflight=4,
     preflight_k=2,
     staleness=0,
-    concurrency=32,
+    concurrency=16,
     max_tokens=32,
-    eval=[{"name": "held_out", "count": 16, "every": 5}],
+    eval=[{"name": "held_out", "count": 8, "every": 5}],
 )
 VIRTUAL = dict(
     clock="virtual",
     generator="scripted",
     steps=12,
     group=4,
-    batch=32,
+    batch=16,
     concurrency=16,
-    preflight=8,
-    preflight_k=4,
-    eval=[{"count": 20, "every": 5}],
+    preflight=4,
+    preflight_k=2,
+    eval=[{"count": 8, "every": 5}],
 )
 
 
@@ -82,13 +83,15 @@ def steer(run: rl.Run) -> None:
     run.eval()
     run.go()
     at(run, 7)
+    run.pause()
     run.set({"reward.weight": 0.2})
-    run.set(batch=64)
+    run.set(batch=32)
     run.set(loss="gspo", advantage="rloo", correction="icepop", aggregation="sequence_mean")
     run.set(filter="none")
     run.tasks(longer)
     run.set(band=(0.1, 0.9))
     run.set(placement="colocated" if run.config.placement == "split" else "split")
+    run.go()
 
 
 def test_a_synchronous_run_repeats(tmp_path):
@@ -101,7 +104,7 @@ def test_a_synchronous_run_repeats(tmp_path):
         checkpoint_every=5,
         checkpoints_kept=9,
         guards=[{"when": "seconds > 0", "do": "max_grad_norm = 0.5"}],
-        **{**SMALL, "steps": 24},
+        **{**SMALL, "steps": 18},
     )
     steer(run)
     assert run.wait(400) == "finished", run.status
@@ -109,9 +112,10 @@ def test_a_synchronous_run_repeats(tmp_path):
         row[0] for row in applied(run)
     }, run.commands
     child = run.fork(at=5, name="child", loss="reinforce", steps=1000)
-    at(child, 7)
+    at(child, 6)
     child.set(temperature=0.6)
-    at(child, 8)
+    until(lambda: ("temperature", "0.6") in {row[:2] for row in applied(child)})
+    at(child, child.status.version + 1)
     child.stop(author="ana")
     again = run.replay()
     assert again.equal is None or again.equal
@@ -139,7 +143,7 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
         correction="none",
         placement="split",
         staleness=staleness,
-        checkpoint_every=10,
+        checkpoint_every=5,
         guards=[{"when": "live_groups >= 0 for 3", "do": "top_p = 0.9"}],
         **{**VIRTUAL, "steps": 100_000},
     )
@@ -150,20 +154,20 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
         dict(oversample=0.5),
         dict(band=(0.1, 0.9)),
     ):
-        at(run, (run.status.version if run.status else 0) + 6)
+        at(run, (run.status.version if run.status else 0) + 3)
         run.set(change, over=10 if "temperature" in change else 0)
     run.pause()
     at(run, run.status.version)
     run.go()
     run.set(tasks={"name": "arithmetic", "high_digits": 3})
-    at(run, run.status.version + 4)
+    at(run, run.status.version + 3)
     run.set(placement="colocated")
-    at(run, run.status.version + 8)
+    at(run, run.status.version + 4)
     with pytest.raises(ValueError, match="wait until it has ended"):
         run.replay()
     run.stop()
     assert run.wait(400) == "stopped"
-    again, child = run.replay(), run.fork(at=run.versions[1], staleness=1, steps=run.versions[1] + 20)
+    again, child = run.replay(), run.fork(at=run.versions[1], staleness=1, steps=run.versions[1] + 8)
     assert child.wait(400) == "finished"
     twin, verdict = child.replay(), again.wait(400)
     assert (
@@ -189,19 +193,11 @@ def test_what_cannot_be_promised_is_refused(asynchronous):
     run, runs = asynchronous, asynchronous.folder.parent
     with pytest.raises(ValueError, match=r"asynchronous in real time.*anyway=True"):
         run.replay()
-    told = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "replay", run.name, "--runs", str(runs), "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 2 and "--anyway" in told.stderr and not (runs / f"{run.name}-replay-1").exists()
-    told = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "replay", run.name, "--anyway", "--runs", str(runs), "--json"],
-        capture_output=True,
-        text=True,
-    )
+    told = run_verb(runs, "replay", run.name, "--runs", runs, "--json", code=2)
+    assert "--anyway" in told.stderr and not (runs / f"{run.name}-replay-1").exists()
+    told = run_verb(runs, "replay", run.name, "--anyway", "--runs", runs, "--json", code=None)
     verdict = json.loads(told.stdout.splitlines()[-1])
-    assert verdict["version"] == 12 and told.returncode == int(not verdict["equal"])
+    assert verdict["version"] == 12 and told.exit_code == int(not verdict["equal"])
 
 
 def test_the_exported_script_runs(asynchronous, tmp_path):
@@ -216,7 +212,7 @@ def test_the_exported_script_runs(asynchronous, tmp_path):
     assert made.state == "finished" and len(given) == 2 and again == given
 
 
-def test_forks_of_a_family(tmp_path):
+def test_forks_of_a_family(tmp_path, monkeypatch):
     "From checkpoints of an ended run: the twin ends as its parent, the other one elsewhere; the twin's replay begins at its checkpoint."
     run = rl.run(
         "tiny",
@@ -247,12 +243,8 @@ def test_forks_of_a_family(tmp_path):
     )
     verdict = twin.replay().wait(400)
     assert verdict.equal and rl.attach(verdict.replay, runs=tmp_path).steps["version"].to_list() == [3, 4, 5, 6]
-    listed = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "ls", "--runs", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    ).stdout
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = run_verb(tmp_path, "ls", "--runs", tmp_path).stdout
     names = [line.strip().split("  ")[0] for line in listed.splitlines()[1:]]
     of_twin = ["└ twin", "└ twin-replay-1"]
     assert names in (["tiny-1", *of_twin, "└ other"], ["tiny-1", "└ other", *of_twin]), listed  # by their starts

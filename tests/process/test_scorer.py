@@ -171,6 +171,8 @@ def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, rewa
     table = {
         **TORCH,
         "steps": 5,
+        "batch": 8,
+        "concurrency": 8,
         "reference": "start",
         "reference_every": 2,
         "kl": "k3",
@@ -254,13 +256,14 @@ def test_a_split_run_outlives_its_scorer_killed_and_stopped(tmp_path, reward_mod
         "tiny",
         runs=tmp_path,
         steps=100_000,
-        batch=32,
-        group=8,
+        batch=16,
+        group=4,
         preflight=4,
         preflight_k=2,
         staleness=2,
+        concurrency=32,
         placement="split",
-        eval=[{"name": "held_out", "count": 16, "every": 4}],
+        eval=[{"name": "held_out", "count": 8, "every": 4}],
         reference="start",
         kl="k3",
         reward_model=reward_model,
@@ -336,8 +339,9 @@ def test_a_judge_behind_an_address_gives_the_reward(tmp_path, judge, monkeypatch
             "tiny",
             runs=tmp_path,
             steps=2,
-            batch=32,
+            batch=16,
             group=4,
+            concurrency=32,
             preflight=0,
             eval=[],
             staleness=1,
@@ -376,7 +380,8 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_remedy(tmp_path):
     folder = checkpoint("qwen3", tmp_path / "other")
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace('"7":', '"\N{SNOWMAN}":', 1))
-    run = ended(rl.run("tiny", runs=tmp_path / "runs", steps=2, preflight=0, eval=[], teacher=str(folder)), "failed")
+    settings = dict(steps=2, batch=16, group=4, concurrency=16, preflight=0, eval=[])
+    run = ended(rl.run("tiny", runs=tmp_path / "runs", **settings, teacher=str(folder)), "failed")
     assert (
         "another vocabulary than the policy" in run.status.reason
         and "take a model with the policy's tokenizer" in run.status.reason

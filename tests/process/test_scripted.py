@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import polars as pl
 import pytest
+from command_line import command_facts, run_verb
 from inline import inline_run
 from patience import until
 
@@ -60,19 +59,6 @@ os.register_at_fork(after_in_child=lambda: write_names(list(sys.modules)))
 """
 
 
-def command(folder, *arguments) -> dict:
-    "The JSON object that a verb of the command line prints last."
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", *map(str, arguments), "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     "Neither the run's own processes nor those of a fork, a replay and a resumed run, nor the commands that start, show and compare them."
     watch, modules = tmp_path / "watch", tmp_path / "modules"
@@ -82,7 +68,7 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("MODULES_FOLDER", str(modules))
     table = {**SCRIPTED, "steps": 100_000, "checkpoint_every": 2, "virtual": {"scripted_pace": 0.2}}
     settings = [f"--set={knob}={json.dumps(value)}" for knob, value in table.items() if knob not in ("eval", "virtual")]
-    command(tmp_path, "run", "tiny", "--name", "x", "-d", *settings, "--set=virtual.scripted_pace=0.2")
+    command_facts(tmp_path, "run", "tiny", "--name", "x", "-d", *settings, "--set=virtual.scripted_pace=0.2")
     run = rl.attach("x", runs=tmp_path / "runs")
     until(lambda: run.status.version >= 3 and run.checkpoints)
     own = {run.status.pid, run.status.supervisor, *run.status.workers.values()}
@@ -90,16 +76,16 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     run.stop()
     assert run.wait(400) == "stopped"
     at = list(run.checkpoints.values())[-1].version
-    command(tmp_path, "fork", "x", "--name", "y", f"--set=steps={at + 3}")
+    command_facts(tmp_path, "fork", "x", "--name", "y", f"--set=steps={at + 2}")
     child = rl.attach("y", runs=tmp_path / "runs")
     assert child.wait(400) == "finished" and child.replay().wait(400).equal
-    command(tmp_path, "resume", "x", "-d")
+    command_facts(tmp_path, "resume", "x", "-d")
     until(lambda: run.state == "running" and run.status.version > at)
     own |= {run.status.pid, run.status.supervisor, *run.status.workers.values()}
     run.stop()
     assert run.wait(400) == "stopped"
-    command(tmp_path, "show", "x")
-    command(tmp_path, "compare", "x", "y")
+    command_facts(tmp_path, "show", "x")
+    command_facts(tmp_path, "compare", "x", "y")
     told = {int(path.name): set(path.read_text().split()) for path in modules.iterdir()}
     assert len(own) == 10 and own <= set(told), (
         "every process of the run was looked at, before it was stopped and after it was resumed"
@@ -221,14 +207,9 @@ def finished(tmp_path_factory) -> rl.Run:
     ids=" ".join,
 )
 def test_what_needs_a_policy_is_refused_with_the_remedy(finished, verb):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", *verb, "--runs", finished.folder.parent],
-        capture_output=True,
-        text=True,
-    )
+    done = run_verb(finished.folder.parent, *verb, "--runs", finished.folder.parent, code=2)
     assert (
-        done.returncode == 2
-        and "run: 'short' has generator = \"scripted\" and no policy" in done.stderr
+        "run: 'short' has generator = \"scripted\" and no policy" in done.stderr
         and 'generator = "torch"' in done.stderr
     ), done.stderr
     assert not (finished.folder.parent / "policy").exists()

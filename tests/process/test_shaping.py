@@ -304,11 +304,9 @@ def test_rewards_of_steps_travel_with_the_judgement():
 
 def test_rewards_of_steps_reach_the_table(tmp_path):
     "A real policy with a reward of steps: every stored value is the sum of its parts, and steps lie inside the response."
-    run = rl.run(
-        "tiny", runs=tmp_path, clock="virtual", reward="mixed", steps=1, batch=32, group=8, preflight=0, eval=[]
-    )
-    run.wait(400)
-    rows = run.rollouts.filter(pl.col("reward").is_not_null())
+    table = {"generator": "torch", "model": "tiny", "reward": "mixed", "filter": "none"}
+    driver = inline_run(tmp_path, "a", SCRIPTED | table | {"steps": 1, "staleness": 0, "concurrency": 16})
+    rows = read_table(driver.folder, "rollouts").filter(pl.col("reward").is_not_null())
     with_steps = rows.filter(pl.col("step_ends").list.len() > 0)
     assert len(with_steps) and (with_steps["step_ends"].list.max() <= with_steps["text"].str.len_chars()).all()
     process = [dict(zip(names, values))["process"] for names, values in zip(rows["part_names"], rows["part_values"])]

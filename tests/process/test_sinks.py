@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import run_verb
 from inline import inline_run
 from patience import until
 
@@ -204,14 +205,12 @@ def test_runs_of_one_name_stay_apart(tmp_path, environment):
     assert len(json.loads(python(environment, "-c", count))) == 2
     other = inline_run(tmp_path / "a", "tuesday", SMALL).folder
     for folder in (folders[0], other):
-        python(environment, "-m", "rlbench.cli.main", "export", folder, tmp_path / "board", "--to", "tensorboard")
+        run_verb(tmp_path, "export", folder, tmp_path / "board", "--to", "tensorboard")
     assert (
         sorted(path.name for path in (tmp_path / "board").iterdir()) == ["monday", "tuesday"]
         and not (other / "tensorboard").exists()
     )
-    assert "TRACKIO_DIR" in python(
-        environment, "-m", "rlbench.cli.main", "export", other, tmp_path / "board", "--to", "trackio", code=2
-    )
+    assert "TRACKIO_DIR" in run_verb(tmp_path, "export", other, tmp_path / "board", "--to", "trackio", code=2).stderr
 
 
 def row(version: int) -> dict:
@@ -319,16 +318,19 @@ def test_failures_are_in_the_log(tmp_path, environment, beside):
     assert "tensorboard: " in (folder / "sinks.log").read_text() and "exists" in (folder / "sinks.log").read_text()
 
 
-def test_a_live_run_is_not_exported_beside_its_own_sink(tmp_path, environment):
+def test_a_live_run_is_not_exported_beside_its_own_sink(tmp_path):
     "To another folder it is; and when the run has ended, to the same place."
     folder = inline_run(tmp_path, "monday", {**SMALL, "sinks": ["tensorboard"]}).folder
 
     def export(*more, code=0):
-        return python(environment, "-m", "rlbench.cli.main", "export", folder, *more, "--to", "tensorboard", code=code)
+        return run_verb(tmp_path, "export", folder, *more, "--to", "tensorboard", code=code)
 
     ended = read_status(folder)
     write_status(folder, Status("running", pid=os.getpid(), host=os.uname().nodename))
-    assert "writes tensorboard itself while it is running" in export(code=2) and not (folder / "tensorboard").exists()
+    assert (
+        "writes tensorboard itself while it is running" in export(code=2).stderr
+        and not (folder / "tensorboard").exists()
+    )
     export(tmp_path / "board")
     write_status(folder, ended)
     export()

@@ -19,14 +19,14 @@ from rlbench.base.neighbours import live_runs
 from rlbench.base.status import living_processes
 from rlbench.bench.start import writes_again
 from rlbench.runtime.actors import ProcessHandle
-from rlbench.runtime.fork_server import ForkServer, ServerDesk, borrow_server, warm_server
+from rlbench.runtime.fork_server import ForkServer, ServerDesk, borrow_server, is_read_at_import, warm_server
 from rlbench.runtime.worker_imports import may_be_forked, worker_modules
 from rlbench.workbench import supervisor
 from rlbench.workbench.imports_ahead import modules_of_run
 
-SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
 SCRIPTED = dict(generator="scripted", clock="virtual", steps=2, batch=32, group=4, preflight=0, eval=[])
-ENDLESS = {**SMALL, "steps": 100_000, "staleness": 2}
+ENDLESS = dict(steps=100_000, batch=16, group=4, preflight=8, preflight_k=2, staleness=2, eval=[], placement="split")
+WITHOUT_MODEL = {**ENDLESS, "generator": "scripted"}
 SERVER = "rlbench-forks"  # the name of its process
 
 OWNER = """
@@ -276,7 +276,7 @@ def test_killed_generator_is_forked_again_and_the_server_holds_nothing(tmp_path)
 
 def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
     "Even a worker that is stopped, and hears nothing."
-    run = rl.run("tiny", runs=tmp_path, **ENDLESS, restarts=0)
+    run = rl.run("tiny", runs=tmp_path, **WITHOUT_MODEL, restarts=0)
     until(lambda: run.status and run.status.version >= 1, 120)
     family = [server_of(run), *map(psutil.Process, run.status.workers.values())]
     os.kill(run.status.workers["trainer"], signal.SIGSTOP)
@@ -285,24 +285,16 @@ def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
     assert run.wait(400) == "failed" and run.status.books_closed
 
 
-def test_spawned_workers_give_the_same_run(tmp_path, monkeypatch):
-    "With two threads asked for, numpy starts its pool at import, so workers are spawned; a synchronous run has the same digest."
-    forked = rl.run("tiny", runs=tmp_path, name="forked", **SMALL)
-    assert forked.wait(400) == "finished"
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    spawned = rl.run("tiny", runs=tmp_path, name="spawned", **SMALL)
-    assert spawned.wait(400) == "finished"
-    told = (spawned.folder / "run.log").read_text(), (forked.folder / "run.log").read_text()
-    assert all(f"rlbench-{name} is spawned, not forked" in told[0] for name in ("trainer", "generator", "environment"))
-    assert "spawned" not in told[1]
-    assert spawned.status.digest and spawned.status.digest == forked.status.digest
-    assert spawned.status.parts == forked.status.parts
-
-
 def test_workers_without_a_model_need_no_torch():
     "The server of a scripted run imports what its workers import."
     assert not {"torch", "peft"} & set(worker_modules(scripted=True, lora=True))
     assert {"torch", "peft"} <= set(worker_modules(scripted=False, lora=True))
+
+
+def test_only_what_imports_read_asks_for_another_server():
+    "Loading a policy sets a variable of torch's; the next run of that process comes out of the same server."
+    assert is_read_at_import("OMP_NUM_THREADS") and is_read_at_import("TORCH_LOGS")
+    assert not is_read_at_import("TORCHINDUCTOR_CACHE_DIR") and not is_read_at_import("EDITOR")
 
 
 STARTS_A_RUN = """
@@ -315,9 +307,10 @@ if __name__ == "__main__":
 """
 
 
-def test_next_run_of_a_process_is_forked(tmp_path):
-    "Two runs of one process come out of one server; each leads a session of its own, and is found as a live run by its folder."
-    runs = [rl.run("tiny", runs=tmp_path, name=name, **{**ENDLESS, "generator": "scripted"}) for name in ("a", "b")]
+def test_next_run_of_a_process_is_forked_and_a_killed_server_is_replaced(tmp_path):
+    """Two runs of one process come out of one server; each leads a session of its own, and is found as a live run by its
+    folder. When the server is killed, they go on, and the next run comes out of another one."""
+    runs = [rl.run("tiny", runs=tmp_path, name=name, **WITHOUT_MODEL) for name in ("a", "b")]
     for run in runs:
         until(lambda run=run: run.status.version >= 1, 60)
     keepers = [psutil.Process(run.status.supervisor) for run in runs]
@@ -327,7 +320,15 @@ def test_next_run_of_a_process_is_forked(tmp_path):
     assert os.getsid(server.pid) == server.pid
     assert {(run.folder, keeper.pid) for run, keeper in zip(runs, keepers)} <= set(live_runs())
     assert not [name for name in open_files(psutil.Process(server.pid)) if name.startswith(str(tmp_path))]
-    for run in runs:
+    dead = psutil.Process(server.pid)
+    dead.kill()
+    until(lambda: not living_processes([dead]), 5)
+    later = rl.run("tiny", runs=tmp_path, name="c", **WITHOUT_MODEL)
+    until(lambda: later.status.version >= 1, 60)
+    assert psutil.Process(later.status.supervisor).ppid() not in (dead.pid, 1)
+    before = [run.status.version for run in runs]
+    until(lambda: all(run.status.version > version for run, version in zip(runs, before)), 60)
+    for run in (*runs, later):
         run.stop()
         assert run.wait(400) == "stopped"
 
@@ -365,26 +366,9 @@ def test_interrupt_during_the_start_comes_after_it(tmp_path, monkeypatch):
     assert run.state == "finished"
 
 
-def test_killed_warm_server_is_replaced(tmp_path):
-    "The next run comes out of another one; the run that came out of the dead one goes on."
-    first = rl.run("tiny", runs=tmp_path, name="a", **{**ENDLESS, "generator": "scripted"})
-    until(lambda: first.status.version >= 1, 60)
-    dead = psutil.Process(first.status.supervisor).parent()
-    dead.kill()
-    until(lambda: not living_processes([dead]), 5)
-    second = rl.run("tiny", runs=tmp_path, name="b", **{**ENDLESS, "generator": "scripted"})
-    until(lambda: second.status.version >= 1, 60)
-    assert psutil.Process(second.status.supervisor).ppid() not in (dead.pid, 1)
-    before = first.status.version
-    until(lambda: first.status.version > before, 60)
-    for run in (first, second):
-        run.stop()
-        assert run.wait(400) == "stopped"
-
-
 def test_runs_without_a_model_need_no_torch(tmp_path):
     "Neither the server that they come from, nor any process of theirs. The run process begins without polars, too: its import would be waited for."
-    run = rl.run("tiny", runs=tmp_path, **{**ENDLESS, "generator": "scripted", "virtual": {"scripted_pace": 0.3}})
+    run = rl.run("tiny", runs=tmp_path, **WITHOUT_MODEL, virtual={"scripted_pace": 0.3})
     assert not [name for name in modules_of_run(run.folder) if name.split(".")[0] in ("torch", "transformers")]
     until(lambda: run.status.version >= 1, 60)
     mapped = Path(f"/proc/{run.status.pid}/maps").read_text()

@@ -379,6 +379,19 @@ DOUBTED = {
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
 
 
+def dotted_name(node: ast.expr) -> str:
+    "The names of an expression such as `a.b.c`, with dots; empty where it begins with anything but a name."
+    if isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(node: ast.expr) -> str:
+    "The name of what is called, without its owner: `c` of `a().b.c`."
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def doubted_in(tree: ast.AST) -> set[str]:
     "What a module names that turns text or bytes into code, whatever it calls it: by import, by alias, by attribute, as a value, by a name in a string."
     names = {"np": "numpy", "builtins": "builtins"}
@@ -399,9 +412,9 @@ def doubted_in(tree: ast.AST) -> set[str]:
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             if isinstance(node, ast.Name) and node.id in own and id(node) not in called:
                 continue
-            first, dot, rest = ast.unparse(node).partition(".")
+            first, dot, rest = dotted_name(node).partition(".")
             name = (names.get(first, first) + dot + rest).removeprefix("builtins.").replace("numpy.", "np.")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+        elif isinstance(node, ast.Call) and last_name(node.func) in (
             "getattr",
             "import_module",
             "__import__",
@@ -466,14 +479,15 @@ def test_nothing_in_the_package_unpickles_or_evaluates_beyond_what_the_guide_nam
             found[path.relative_to(ROOT / "rlbench").with_suffix("").as_posix()] = doubted
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
+                name = dotted_name(node.func)
+                extracts = isinstance(node.func, ast.Attribute) and node.func.attr in ("extract", "extractall")
                 shell = any(
                     k.arg == "shell" and not (isinstance(k.value, ast.Constant) and k.value.value is False)
                     for k in node.keywords
                 )
-                if name.endswith((".extractall", ".extract")) or shell:
+                if extracts or shell:
                     found.setdefault(path.relative_to(ROOT / "rlbench").with_suffix("").as_posix(), set()).add(
-                        "shell" if shell else name
+                        "shell" if shell else ast.unparse(node.func)
                     )
                 if name.endswith(".from_pretrained") and name.startswith("Auto") and path.stem in ("model", "heads"):
                     assert any(k.arg == "trust_remote_code" and k.value.value is False for k in node.keywords), (

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import tinker
 import torch
 from loss_data import ADAM, CONFIG, STEPS, some_data
 from tinker import types
+from tinker_clients import open_client
 
 from rlbench.service.serve_tinker import serve_tinker
 from rlbench.service.service_records import CreateModel, ForwardBackward, LoraShape, OptimStep, OrderDone
@@ -27,9 +27,8 @@ def service(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(service):
     "The official client."
-    client = tinker.ServiceClient(base_url=service.url, api_key=service.key)
-    yield client
-    client.close("success").result()
+    with open_client(service.url, service.key) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,8 @@ def service(tmp_path_factory):
 @pytest.fixture
 def alice(service):
     "The official client of the first tenant."
-    client = open_client(service.url, service.keys["alice"])
-    yield client
-    client.close("success").result()
+    with open_client(service.url, service.keys["alice"]) as client:
+        yield client
 
 
 def saved_digest(service: TinkerService, tenant: str, address: str) -> str:
@@ -206,19 +205,17 @@ KILLS = [
 
 def loop_with_kills(service: TinkerService, tenant: str, kills: list[tuple[str, str]], steps: int) -> tuple[list, str]:
     "What a client is told by a loop in which processes are killed, one a step from the first; and the digest at its end."
-    client = open_client(service.url, service.keys[tenant])
-    model = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
     told = []
-    for step in range(steps):
+    with open_client(service.url, service.keys[tenant]) as client:
+        model = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+        for step in range(steps):
 
-        def between(phase: str, step: int = step) -> None:
-            if step < len(kills) and kills[step][1] == phase:
-                os.kill(until(lambda: pids_of(service).get(kills[step][0])), signal.SIGKILL)
+            def between(phase: str, step: int = step) -> None:
+                if step < len(kills) and kills[step][1] == phase:
+                    os.kill(until(lambda: pids_of(service).get(kills[step][0])), signal.SIGKILL)
 
-        told.append(train_step(model, step, between))
-    digest = saved_digest(service, tenant, model.save_state("end").result().path)
-    client.close("success").result()
-    return told, digest
+            told.append(train_step(model, step, between))
+        return told, saved_digest(service, tenant, model.save_state("end").result().path)
 
 
 def test_kills_lose_nothing_and_apply_no_gradient_twice(service):
@@ -241,19 +238,19 @@ def test_kills_lose_nothing_and_apply_no_gradient_twice(service):
 def test_a_service_that_was_stopped_goes_on_under_its_name(tmp_path):
     "Stop and start again: the same key, the same model, and a state that was saved before is loaded."
     with serve_tinker("tiny", runs=tmp_path, name="mine") as service:
-        client = open_client(service.url, service.key)
-        model = client.create_lora_training_client(base_model="tiny", rank=2).result()
-        train_step(model, 0)
-        path = model.save_state("first").result().path
+        with open_client(service.url, service.key) as client:
+            model = client.create_lora_training_client(base_model="tiny", rank=2).result()
+            train_step(model, 0)
+            path = model.save_state("first").result().path
         key = service.key
         with pytest.raises(ValueError, match="'mine' is running"):
             serve_tinker("tiny", runs=tmp_path, name="mine")
     assert not service.is_running()
     with serve_tinker("tiny", runs=tmp_path, name="mine") as service:
         assert service.key == key
-        client = open_client(service.url, service.key)
-        again = client.create_training_client_from_state_with_optimizer(path).result()
-        assert again.optim_step(ADAM).result().metrics["optimizer_steps:max"] >= 1.0
+        with open_client(service.url, service.key) as client:
+            again = client.create_training_client_from_state_with_optimizer(path).result()
+            assert again.optim_step(ADAM).result().metrics["optimizer_steps:max"] >= 1.0
 
 
 def test_what_cannot_be_served_is_refused_before_or_in_words(tmp_path):

@@ -351,7 +351,7 @@ def test_a_run_of_the_embedded_policy(tmp_path, monkeypatch):
         name="foreign",
         environment={"name": "verifiers", "id": f"{OWN}:second_try"},
         tasks="verifiers",
-        **SMALL | {"batch": 64, "group": 8},
+        **SMALL,
         max_turns=2,
         eval=[{"name": "held_out", "count": 8, "every": 0}],
         placement="split",
@@ -361,7 +361,7 @@ def test_a_run_of_the_embedded_policy(tmp_path, monkeypatch):
     assert run.state == "finished" and run.status.books_closed, log[-3000:]
     rollouts = read_table(run.folder, "rollouts").filter(pl.col("fate") == "trained")
     assert (
-        len(rollouts) == 3 * 64
+        len(rollouts) == 3 * 16
         and (rollouts["turns"] == 2).any()
         and (rollouts["turns"] == 1).any()
         and rollouts["outcome"].unique().to_list() == ["ok"]
