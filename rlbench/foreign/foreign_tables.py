@@ -476,12 +476,14 @@ def link_segment(made: Path, folder: Path, first: int, columns: dict[str, set[st
 
 def without_absent(table: "pl.DataFrame") -> "pl.DataFrame":
     "A table without the columns in which every row is null or NaN; the column `step` stays."
-    return table.select(name for name in table.columns if name == "step" or _is_present(table[name]))
+    nulls = table.null_count().row(0) if table.columns else ()
+    full = [name for name, count in zip(table.columns, nulls) if name == "step" or count < len(table)]
+    return table.select(name for name in full if name == "step" or not _is_nan(table[name]))
 
 
-def _is_present(column: "pl.Series") -> bool:
-    values = column.drop_nulls()
-    return len(values) > 0 and not (values.dtype.is_float() and values.is_nan().all())
+def _is_nan(column: "pl.Series") -> bool:
+    "Whether each value that is not null is NaN."
+    return column.dtype.is_float() and column.is_nan().all()
 
 
 def _first_time(responses: "pl.DataFrame", metrics: "pl.DataFrame", phases: "pl.DataFrame") -> float | None:

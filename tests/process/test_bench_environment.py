@@ -1,11 +1,10 @@
 """The bench of slow tools, whole, at its smallest size."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
+from command_line import verb_facts
 
 from rlbench.bench.environment import SETTING, TURNS, bench_environment
 from rlbench.workbench.runs_table import runs
@@ -18,10 +17,7 @@ def test_the_bench_and_its_figures_on_the_command_line(tmp_path, monkeypatch):
     for knob, value in SMALL.items():
         monkeypatch.setitem(SETTING, knob, value)
     done = bench_environment(tmp_path / "b", steps=7)
-    command = [sys.executable, "-m", "rlbench.cli.main", "bench", "environment", "--steps", "7", "--folder", "b"]
-    again = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert again.returncode == 0, again.stderr[-2000:]
-    told = json.loads(again.stdout.splitlines()[-1])
+    told = verb_facts(tmp_path, "bench", "environment", "--steps", 7, "--folder", "b")
     assert told == json.loads(json.dumps(asdict(done)))
     assert sorted(each.name for each in runs(tmp_path / "b" / "runs")) == ["late-1", "narrow-1", "prompt-1"]
     late, prompt, narrow = (told[side] for side in ("late", "prompt", "narrow"))

@@ -1,11 +1,10 @@
 """The bench at a size, without TRL: what it refuses, how it goes on, and that an arm of rlbench writes and trains whole responses."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from command_line import run_verb
 
 from rlbench.bench import trl as bench
 from rlbench.bench import trl_sides
@@ -33,13 +32,8 @@ def test_what_is_refused(tmp_path):
             bench.bench_size(tmp_path / "new", **wrong)
         assert says in str(told.value)
     assert not (tmp_path / "new").exists()  # before any work
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "bench", "trl", "--size", "2m"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "size: unknown name '2m'" in done.stderr and not list(tmp_path.iterdir())
+    done = run_verb(tmp_path, "bench", "trl", "--size", "2m", code=2)
+    assert "size: unknown name '2m'" in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):

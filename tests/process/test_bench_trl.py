@@ -11,13 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_line import run_verb
 from patience import until
+from scripted import WITHOUT_MODEL
 
 from rlbench.bench import trl as bench
 from rlbench.bench import trl_sides
 from rlbench.bench.trl import bench_trl, curve_gap, samples_per_second, time_to_solve, trl_result
 from rlbench.bench.trl_arm import TrlSetting
 from rlbench.bench.trl_sides import TrlArm, kept_arm, make_environment, open_folder
+from rlbench.loop.config_files import load_config
 from rlbench.workbench.handle import attach
 from rlbench.workbench.runs_table import runs
 
@@ -213,13 +216,8 @@ def test_what_is_refused(tmp_path):
 
 
 def test_the_command_refuses_too(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "bench", "trl", "--pairs", "0", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "pairs: 0" in done.stderr and done.stdout == "" and not list(tmp_path.iterdir())
+    done = run_verb(tmp_path, "bench", "trl", "--pairs", 0, "--json", code=2)
+    assert "pairs: 0" in done.stderr and done.stdout == "" and not list(tmp_path.iterdir())
 
 
 def test_without_an_index_the_remedy_is_named(tmp_path, monkeypatch):
@@ -258,7 +256,7 @@ run_trl(folder, trl_job(folder, ours_config(0, 15), TrlSetting()), "x")
 
 def test_an_arm_of_rlbench_is_a_real_run(tmp_path):
     "Read from the ledger of a run in its processes; the tasks served are those that TRL would get."
-    config = bench.ours_config(3, 4).model_copy(update={"group": 4, "batch": 16})
+    config = load_config(bench.ours_config(3, 4), {"group": 4, "batch": 16, **WITHOUT_MODEL})
     a = trl_sides.run_ours(tmp_path, "ours", config, "x")
     assert (a.side, a.pair, a.rollouts, len(a.seconds), a.error) == ("ours", 3, (16,) * 4, 4, "")
     assert (

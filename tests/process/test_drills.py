@@ -10,18 +10,17 @@ from contextlib import suppress
 import polars as pl
 import psutil
 import pytest
+from command_line import run_verb, verb_facts
 from inline import inline_run
 from namespaces import in_namespace
 from patience import until
 from real_runs import ended
 from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
-from typer.testing import CliRunner
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import FAULTS, FULL_DISK, read_json
 from rlbench.bench.faults import book_problems
-from rlbench.cli.main import app
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_folder import PROCESSES
 from rlbench.workbench.drill import DRILLS, drill, hold_drill, list_drills, suits_every_run
@@ -34,7 +33,7 @@ OF_ALL = ("half-applied-edit", "failed-publish", "full-disk")
 
 def live(tmp_path_factory, preset: str, **more) -> rl.Run:
     "A run that has made a version."
-    run = rl.run(preset, runs=tmp_path_factory.mktemp("runs"), name="live", **LIVE, **more)
+    run = rl.run(preset, runs=tmp_path_factory.mktemp("runs"), name="live", **{**LIVE, **more})
     until(lambda: run.status and run.status.version >= 1 or run.state == "failed", 150)
     assert run.state == "running", (run.folder / "run.log").read_text()[-2000:]
     return run
@@ -45,8 +44,9 @@ def coded(tmp_path_factory):
     "A live run with a pool of its own; its last test stops it."
     pool = tmp_path_factory.mktemp("pool")
     slow = {"generator": "scripted", "virtual": {"scripted_pace": 1.0}}  # programs are under way, and not hundreds
+    few = {"batch": 32, "concurrency": 32}
     verifier = {"name": "code", "wall_s": 5.0}  # whose worker is given up soon after that
-    run = live(tmp_path_factory, "tiny-code", sandbox={"folder": str(pool)}, verifier=verifier, **slow)
+    run = live(tmp_path_factory, "tiny-code", sandbox={"folder": str(pool)}, verifier=verifier, **slow, **few)
     yield run
     if run.state == "running":
         run.stop()
@@ -152,18 +152,15 @@ def test_a_run_that_is_struck(plain, name):
 
 def test_all_that_suit(plain):
     "From the command line: those that do not suit the run are refused with the reason, and the rest is held."
-    done = commanded(plain, "half-applied-edit", "dead-pool", "--json")
-    out, err = done.communicate(timeout=400)
-    told = json.loads(out.splitlines()[-1])
-    assert done.returncode == 0 and (told["passed"], told["failed"]) == (1, 0), err
+    done = run_verb(plain.folder, "drill", plain.folder, "half-applied-edit", "dead-pool", "--json")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["passed"], told["failed"]) == (1, 0), done.stderr
     assert (
         [each["state"] for each in told["drills"]] == ["passed", "refused"]
         and "judges without sandboxes" in told["drills"][1]["why"]
-        and "reaction seen" in err
+        and "reaction seen" in done.stderr
     )
-    found = json.loads(
-        CliRunner().invoke(app, ["drill", str(plain.folder), "--list", "--json"]).stdout.splitlines()[-1]
-    )["drills"]
+    found = verb_facts(plain.folder, "drill", plain.folder, "--list")["drills"]
     assert [each["drill"] for each in found if not each["refused"]] == list(OF_ALL) and len(found) == 10
 
 
@@ -260,8 +257,8 @@ def test_unknown_and_unsuited(plain, tmp_path):
         plain.drill("full-disk", "dead-pol")
     with pytest.raises(ValueError, match='none of them suits .live.: .*verifier = "exact".*preset tiny-code'):
         plain.drill(*OF_POOLS)
-    refused = CliRunner().invoke(app, ["drill", str(plain.folder), "dead-pool"])
-    assert refused.exit_code == 2 and "judges without sandboxes" in refused.stderr.replace("\n", " ")
+    refused = run_verb(tmp_path, "drill", plain.folder, "dead-pool", code=2)
+    assert "judges without sandboxes" in refused.stderr.replace("\n", " ")
     virtual = inline_run(tmp_path, "virtual", {"steps": 2, "batch": 16, "group": 4, "preflight": 0, "eval": []})
     with pytest.raises(ValueError, match="'virtual' is finished, and only a run that is running can be drilled"):
         drill(virtual.folder)

@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 from patience import until
+from scripted import WITHOUT_MODEL
 
 import rlbench.planning.fit_simulation
 import rlbench.planning.predict
@@ -102,7 +103,7 @@ def test_the_stated_times_are_found(fitted):
     assert found["fails"].value == 0 and found["passed"].value == 1
 
 
-@pytest.mark.parametrize("knobs", [{}, {"concurrency": 8}, {"staleness": 1}, {"batch": 64}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"concurrency": 8}, {"staleness": 1}, {"batch": 16}], ids=str)
 def test_another_run_does_what_was_predicted(base, fitted, tmp_path, knobs):
     "Without a change the other run is the same one: on the virtual clock runs repeat."
     predicted = predict_run(fitted, **knobs)
@@ -124,6 +125,9 @@ OTHERS = {
             "tasks": {"name": "chains", "low": 2},
             "max_turns": 4,
             "observation_tokens": 32,
+            "batch": 16,
+            "decode_steps": 4,
+            "virtual": {**TIMES, "scripted_length": 30.0},
         },
         {"concurrency": 8},
     ),
@@ -298,8 +302,9 @@ def without_decode_steps(folder):
 
 def test_an_older_run_that_was_always_full_cannot_tell_what_a_sequence_costs(tmp_path):
     "So another concurrency is predicted with a wide range, and it is said."
-    costs = {**TIMES, "sequence": 0.0, "train": 0.00001}
-    full = without_decode_steps(run_virtually(tmp_path, "full", staleness=8, concurrency=8, virtual=costs))
+    costs = {**TIMES, "sequence": 0.0, "train": 0.00001, "scripted_length": 30.0}
+    knobs = {"staleness": 8, "batch": 16, "virtual": costs}
+    full = without_decode_steps(run_virtually(tmp_path, "full", concurrency=8, **knobs))
     found = fit_run(full, until=40)  # before its end, where the load falls
     more, same = predict_run(found, concurrency=16), predict_run(found)
     assert found.unsure == 0.4 and found.estimates["each"].source == "assumed" and "always had about" in more.words[0]
@@ -307,7 +312,7 @@ def test_an_older_run_that_was_always_full_cannot_tell_what_a_sequence_costs(tmp
         same.high.rate - same.low.rate
     ) / same.simulated.rate
     real = measured_figures(
-        read_table(run_virtually(tmp_path, "more", staleness=8, concurrency=16, virtual=costs), "steps").filter(
+        read_table(run_virtually(tmp_path, "more", concurrency=16, **knobs), "steps").filter(
             (pl.col("version") > 10) & (pl.col("version") < 40)
         )
     )
@@ -452,7 +457,7 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
             name="live",
             placement="split",
             steps=1_000_000,
-            batch=64,
+            batch=32,
             group=8,
             learning_rate=0.0,
             staleness=2,
@@ -460,6 +465,7 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
             preflight=0,
             eval=[],
             checkpoint_every=0,
+            **WITHOUT_MODEL,
         )
     ) as live:
         until(lambda: live.status and live.status.version >= filling_versions(2) + 16, 120)
