@@ -15,6 +15,7 @@ from rlbench.bench.gpu_subjects import CHECK_SHAPE
 from rlbench.engines import conformance
 from rlbench.engines.torch import PromptStore, TorchGenerator
 from rlbench.engines.vllm_weights import WeightLoader
+from rlbench.runtime.worker_imports import POLICY_MODULES
 from rlbench.training import trainer
 from rlbench.training.data_parallel import Team
 from rlbench.training.weight_transport import WeightsBuffers
@@ -28,7 +29,7 @@ def nothing(*arguments, **named):
 def warm_receivers(patch):
     "Receivers of weights come out of one process that has their imports, in place of each doing them anew."
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([gpu_engine_checks.__name__])
+    context.set_forkserver_preload([gpu_engine_checks.__name__, *POLICY_MODULES])
     patch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
