@@ -6,7 +6,7 @@
 __all__ = ['ADVANTAGES', 'MIN_GROUP', 'MEAN_ENDS', 'TOTAL_ENDS', 'DEPTH_95', 'DEPTH_FEW', 'GRID', 'dr_grpo', 'standard_deviation',
            'grpo', 'rloo', 'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo', 'token_rewards',
            'discounted_sums', 'whiten', 'advantages_by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values',
-           'gae', 'steps', 'distill', 'is_informative', 'informative_share', 'zero_advantage_of_beta',
+           'gae', 'steps', 'distill', 'is_informative', 'tells_apart', 'informative_share', 'zero_advantage_of_beta',
            'beta_log_likelihood', 'numbers_above', 'likely_betas', 'fit_solve_beta', 'expected_zero_advantage']
 
 # %% ../nbs/05_advantage.ipynb #advantage-imports
@@ -378,8 +378,13 @@ def is_informative(rewards_R, advantage: Callable = dr_grpo) -> bool:
     if needs_more:
         smallest_group = MIN_GROUP.get(name_of_function(advantage), 1)
         return smallest_group == 1 or is_informative(rewards_R)
-    advantages_R = np.nan_to_num(advantage(rewards_R))
-    return bool(advantages_R.any())
+    return tells_apart(rewards_R, advantage)
+
+
+def tells_apart(rewards_R, advantage: Callable) -> bool:
+    "Whether any member of the group gets an advantage other than 0 and NaN, from an advantage that needs nothing more."
+    advantages_R = np.asarray(advantage(rewards_R))
+    return bool(((advantages_R != 0) & ~np.isnan(advantages_R)).any())
 
 # %% ../nbs/05_advantage.ipynb #advantage-share
 def informative_share(solve_rate, group: int):

@@ -25,7 +25,7 @@ from functools import partial
 
 import numpy as np
 
-from ..advantage import MIN_GROUP, is_informative
+from ..advantage import MIN_GROUP, is_informative, tells_apart
 from ..knobs import call_with_ingredients, ingredients_of, key_of
 from .actions import Write
 from .dispatch import keep_evidence
@@ -88,11 +88,10 @@ def teaches(state: LoopState, rollouts: list[RolloutState], rewards_R: np.ndarra
     while not np.isnan(rewards_R).all():
         advantage = function_in_force(state, "advantage")
         needed = [name for name, is_needed in ingredients_of(advantage, 1).items() if is_needed]
-        asked = advantage
-        if all(name in known for name in needed):
-            asked = partial(call_with_ingredients, advantage, **known)
         try:
-            return is_informative(rewards_R, asked)
+            if all(name in known for name in needed):
+                return tells_apart(rewards_R, partial(call_with_ingredients, advantage, **known))
+            return is_informative(rewards_R, advantage)
         except Exception as error:
             if not put_back_or_fail(state, "advantage", advantage, error, actions):
                 return True

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate_model', 'Policy', 'stop_tokens', 'context_length', 'quiet_library',
            'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'own_weights', 'load_texts',
-           'encode_prompt', 'render_messages', 'checked_ids', 'decode_response', 'encode_response',
-           'rendered_observation', 'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head',
-           'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs', 'chunked_logprobs', 'token_logprobs',
-           'flat_logprobs', 'base_weights', 'replace_folder', 'save_policy']
+           'encode_prompt', 'encode_prompts', 'checked_prompt', 'render_messages', 'checked_ids', 'decode_response',
+           'encode_response', 'rendered_observation', 'encode_observation', 'head_logits', 'check_head', 'Fp32Linear',
+           'fp32_head', 'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs', 'chunked_logprobs',
+           'token_logprobs', 'flat_logprobs', 'base_weights', 'replace_folder', 'save_policy']
 
 # %% ../../nbs/models/02_model.ipynb #model-imports
 # The policy: a causal language model with its tokenizer.
@@ -241,6 +241,20 @@ def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
         ids = render_messages(policy, chat.messages, chat.tools, add_generation_prompt=True)
     else:
         ids = policy.tokenizer(plain_chat(chat)).input_ids
+    return checked_prompt(policy, ids, prompt)
+
+
+def encode_prompts(policy: Policy, prompts: Sequence[str]) -> list[np.ndarray]:
+    "What `encode_prompt` makes of each, in a tenth of the time if the tokenizer has no chat template."
+    if policy.tokenizer.chat_template or not prompts:
+        return [encode_prompt(policy, prompt) for prompt in prompts]
+    texts = [plain_chat(read_chat(prompt)) for prompt in prompts]
+    ids_of_each = policy.tokenizer(texts).input_ids
+    return [checked_prompt(policy, ids, prompt) for ids, prompt in zip(ids_of_each, prompts)]
+
+
+def checked_prompt(policy: Policy, ids: Sequence[int], prompt: str) -> np.ndarray:
+    "int32 [T]: the ids of a prompt, if there are any and all of them stand for something."
     return checked_ids(policy, ids, prompt, "tasks: the prompt", "take another model or other tasks")
 
 

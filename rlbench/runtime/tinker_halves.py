@@ -80,14 +80,16 @@ def tinker_generator_half(
 ) -> GeneratorHalf:
     """A generator on the configured server, with the weights of the checkpoint `start` (of `version`) or newer
     published ones. Raises what `check_server` raises, and ValueError for prompts that do not fit."""
-    from rlbench.models.model import decode_response, encode_observation, encode_prompt, load_texts
+    from rlbench.models.model import decode_response, encode_observation, encode_prompt, encode_prompts, load_texts
 
     base_model, context = check_server(config)
     texts = load_texts(config.model)
     context = min(context or texts.context, texts.context)
     encode = lru_cache(4096)(partial(encode_prompt, texts))
     observation_tokens = 0 if key_of(config.environment) == "single" else config.observation_tokens
-    prompt_tokens = check_prompts(prompts, encode, context, config.max_tokens, observation_tokens)
+    prompt_tokens = check_prompts(
+        prompts, partial(encode_prompts, texts), context, config.max_tokens, observation_tokens
+    )
     episode_tokens = prompt_tokens + config.max_tokens + observation_tokens
     service = connect_run(config, "generator")
 

@@ -16,10 +16,8 @@ __all__ = ['device_of', 'load_run_policy', 'check_prompts', 'why_prompts_do_not_
 # model's context, a KV budget too small for one sequence.
 # torch is imported inside the functions: the run process imports this module's neighbours and has no torch.
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from functools import lru_cache, partial
-
-import numpy as np
 
 from ..knobs import key_of
 from ..loop.config import RunConfig
@@ -59,14 +57,14 @@ def load_run_policy(config: RunConfig, device: str = ""):
 # %% ../../nbs/runtime/10_torch_generator.ipynb #torch-generator-prompts
 def check_prompts(
     prompts: list[str],
-    encode: Callable[[str], np.ndarray],
+    encode_all: Callable[[list[str]], Iterable[Sized]],
     context: int,
     max_tokens: int,
     observation_tokens: int = 0,
 ) -> int:
     """Tokens of the longest prompt. Raises ValueError if it does not fit into the context together with a response
     and the tokens that an environment may add."""
-    lengths = [len(encode(prompt)) for prompt in prompts]
+    lengths = [len(tokens) for tokens in encode_all(prompts)]
     longest = max(lengths)
     if longest + max_tokens + observation_tokens <= context:
         return longest
@@ -133,11 +131,13 @@ def torch_generator_half(
 ) -> GeneratorHalf:
     """A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only
     the model can tell: context, KV budget, architecture."""
-    from rlbench.models.model import decode_response, encode_observation, encode_prompt
+    from rlbench.models.model import decode_response, encode_observation, encode_prompt, encode_prompts
 
     encode = lru_cache(4096)(partial(encode_prompt, policy))  # the rollouts of a group share their prompt
     observation_tokens = 0 if key_of(config.environment) == "single" else config.observation_tokens
-    prompt_tokens = check_prompts(prompts, encode, policy.context, config.max_tokens, observation_tokens)
+    prompt_tokens = check_prompts(
+        prompts, partial(encode_prompts, policy), policy.context, config.max_tokens, observation_tokens
+    )
     episode_tokens = prompt_tokens + config.max_tokens + observation_tokens
     try:
         generator = new_generator(config, policy, episode_tokens)

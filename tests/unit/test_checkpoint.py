@@ -54,11 +54,12 @@ def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
     table = SYNC | table | {"placement": placement}
     whole = a_run(tmp_path / "whole", table)
     drive(whole)
-    for share in (0.6, 0.95) if table["generator"] == "torch" else (0.45, 0.7, 0.95):
-        copy = tmp_path / f"killed-{share}"
-        first = a_run(tmp_path / f"first-{share}", table, {int(share * whole.state.seq): copy})
-        drive(first)
-        assert first.state.digest == whole.state.digest
+    shares = (0.6, 0.95) if table["generator"] == "torch" else (0.45, 0.7, 0.95)
+    killed = {share: tmp_path / f"killed-{share}" for share in shares}
+    first = a_run(tmp_path / "first", table, {int(share * whole.state.seq): killed[share] for share in shares})
+    drive(first)
+    assert first.state.digest == whole.state.digest
+    for share, copy in killed.items():
         again = tmp_path / f"again-{share}"
         resumed = taken_up(copy, 1, {int(0.97 * whole.state.seq): again})
         drive(resumed)
@@ -226,13 +227,13 @@ def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_fa
         "after_resume": r.choice(("keep", "keep", "drop")),
         "checkpoints_kept": r.choice((1, 2, 5)),
     }
-    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [
-        (r.randint(20, 200), "checkpoint", None, 0)
+    told = [(r.randint(1, 200), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [
+        (r.randint(20, 140), "checkpoint", None, 0)
     ] * r.choice((0, 1))
-    copies = {r.randint(30, 300): folder / f"copy-{i}" for i in range(2)}
+    copies = {r.randint(30, 200): folder / f"copy-{i}" for i in range(2)}
     drive(a_run(folder / "run", table, copies, told))
     for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
-        onward = {r.randint(30, 300): folder / f"{copy.name}-onward"}
+        onward = {r.randint(30, 200): folder / f"{copy.name}-onward"}
         driver = taken_up(copy, 1, onward)
         drive(driver)
         check_resumed(driver)

@@ -42,13 +42,16 @@ def journal(driver, status: str = "applied") -> list[tuple]:
     return rows.select("knob", "version" if status == "applied" else "reason").rows()
 
 
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    "A run with all swaps, which was the same when it was run twice."
+    return twice(tmp_path_factory.mktemp("swapped"), SHORT, SWAPS)
+
+
 @pytest.mark.slow
-def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path):
+def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path, swapped):
     "Twice the same, with the same commands at the same events; without them another run."
-    twice(tmp_path, SHORT, SWAPS)
     plain = inline_run(tmp_path, "plain", SHORT)
-    swapped = inline_run(tmp_path, "swapped", SHORT, list(SWAPS))
-    check_books(swapped)
     told = journal(swapped)
     assert (
         [knob for knob, _ in told[:3]] == ["loss", "aggregation", "advantage"]
@@ -72,22 +75,20 @@ def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_swap_survives_a_resume(tmp_path):
+def test_a_swap_survives_a_resume(tmp_path, swapped):
     "Killed after the swaps and taken up again: the run that nobody touched, its objective among it."
-    whole = a_run(tmp_path / "whole", SHORT, told=list(SWAPS))
-    drive(whole)
     killed = tmp_path / "killed"
-    first = a_run(tmp_path / "first", SHORT, {int(0.8 * whole.state.seq): killed}, told=list(SWAPS))
+    first = a_run(tmp_path / "first", SHORT, {int(0.8 * swapped.state.seq): killed}, told=list(SWAPS))
     drive(first)
     resumed = taken_up(killed)
     drive(resumed)
     check_resumed(resumed)
     assert (
-        resumed.state.digest == whole.state.digest == first.state.digest
-        and resumed.state.config.loss == whole.state.config.loss
+        resumed.state.digest == swapped.state.digest == first.state.digest
+        and resumed.state.config.loss == swapped.state.config.loss
     )
     columns = ["version", "loss", "entropy_weight", "ess"]
-    assert read_table(resumed.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
+    assert read_table(resumed.folder, "steps", columns).equals(read_table(swapped.folder, "steps", columns))
 
 
 REFUSED = {
@@ -102,19 +103,27 @@ REFUSED = {
 }
 
 
+SCRIPTED = SHORT | {"generator": "scripted", "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def unasked(tmp_path_factory):
+    "A scripted run of which nothing is asked."
+    return inline_run(tmp_path_factory.mktemp("unasked"), "plain", SCRIPTED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("knob", REFUSED)
-def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob):
+def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob, unasked):
     "With field, reason and remedy in the journal."
     value, said = REFUSED[knob]
-    table = SHORT | {"generator": "scripted", "steps": 3}
-    plain, asked = inline_run(tmp_path, "plain", table), inline_run(tmp_path, "asked", table, [(30, knob, value, 0)])
+    asked = inline_run(tmp_path, "asked", SCRIPTED, [(30, knob, value, 0)])
     (found,) = journal(asked, "refused")
     assert found[0] == knob and said in found[1], found
     assert (
         asked.state.version == 3
-        and asked.state.config == plain.state.config.model_copy()
-        and asked.state.books == plain.state.books
+        and asked.state.config == unasked.state.config.model_copy()
+        and asked.state.books == unasked.state.books
     )
 
 
