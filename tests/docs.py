@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
-from api_pages import api_pages
+from api_pages import api_page, api_pages
 from notebooks import NOTEBOOKS
 from rooms import GUIDE, PAGES, ROOMS, ROOT, map_table
 
@@ -57,7 +57,7 @@ def front_contents() -> str:
             contents("Guide", [f"guide/{page}" for page in GUIDE]),
             contents("First", [*first, "CONTRIBUTING"]),
             contents("Notebooks", ["map", *room_pages().values()]),
-            contents("API", [page.removesuffix(".md") for page in api_pages()]),
+            contents("API", [api_page(room).removesuffix(".md") for room in ROOMS]),
         ]
     )
 

@@ -5,31 +5,39 @@ import json
 import re
 import sys
 from pathlib import Path
+from textwrap import indent
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from notebooks import cells
 from papers import papers_notebook
 from rooms import GUIDE, ROOT, map_sections
 
+HIDDEN = re.compile(r"#\|\s*(hide|default_exp)")
 LINK = re.compile(r"(!?)\[([^\]]+)\]\((?![a-z]+:)([^)]+)\)")
+
+
+def shown_output(output: dict) -> str:
+    "An output as Markdown: what is Markdown as it is, other text indented. Pictures are files beside the notebook."
+    data = output.get("data", {})
+    if "image/png" in data:
+        return ""
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"])
+    return indent("".join(output.get("text") or data.get("text/plain", ())), "    ")
 
 
 def as_markdown(notebook: Path) -> str:
     "A notebook as Markdown: hidden cells left out, text outputs kept."
-    import nbformat
-    from nbconvert import MarkdownExporter
-    from traitlets.config import Config
-
-    config = Config()
-    config.RegexRemovePreprocessor.patterns = [r"#\|\s*(hide|default_exp)"]
-    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.RegexRemovePreprocessor"]
-    config.NbConvertBase.display_data_priority = ["text/markdown", "text/plain"]
-    shown = nbformat.read(notebook, as_version=4)
-    shown.metadata.language_info = {"name": "python"}
-    for cell in shown.cells:  # pictures a page shows are files beside the notebook, not outputs
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
-    text, _ = MarkdownExporter(config=config).from_notebook_node(shown)
-    return "\n".join(line.rstrip() for line in re.sub(r"\n{3,}", "\n\n", text).strip().splitlines()) + "\n"
+    parts = []
+    for cell in cells(notebook):
+        if HIDDEN.match(cell["source"]):
+            continue
+        if cell["cell_type"] == "code":
+            parts += [f"```python\n{cell['source']}\n```", *map(shown_output, cell["outputs"])]
+        else:
+            parts.append(cell["source"])
+    text = re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).strip()
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def readme(notebook: Path) -> str:

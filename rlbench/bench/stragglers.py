@@ -240,6 +240,7 @@ METERED = {
     "advantage": "reinforce",
     "max_tokens": 20_000,
     "decode_steps": 1,
+    "checkpoint_every": 0,
 }
 QUICK = {"decode": 0.01, "prefill": 0.0, "train": 1e-9, "publish": 1e-6, "score": 1e-9, "scripted_length": 120.0}
 

@@ -483,11 +483,14 @@ def is_read_at_import(variable: str) -> bool:
     return variable.startswith(tuple(READ_AT_IMPORT)) and variable not in SET_LATER
 
 
-def warm_server(modules: tuple[str, ...]) -> ForkServer:
+def warm_server(modules: tuple[str, ...], fork_here: bool = False) -> ForkServer:
     """This process's own server with `modules`, which starts programs; begun when it is asked for first, and again
-    when it has ended."""
+    when it has ended. `fork_here`: a new one is a fork of this process, which has imported them."""
     variables = tuple(sorted((name, value) for name, value in os.environ.items() if is_read_at_import(name)))
-    server = _made_server(modules, variables)
+    servers = _made_servers(variables)
+    if modules not in servers:
+        servers[modules] = ForkServer.forked_here(modules) if fork_here else ForkServer(modules, is_apart=True)
+    server = servers[modules]
     if not is_listening(server.control):
         server.control.close()
         server.begin()
@@ -495,8 +498,9 @@ def warm_server(modules: tuple[str, ...]) -> ForkServer:
 
 
 @functools.lru_cache(maxsize=2)
-def _made_server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> ForkServer:
-    return ForkServer(modules, is_apart=True)
+def _made_servers(variables: tuple[tuple[str, str], ...]) -> dict[tuple[str, ...], ForkServer]:
+    "The servers that were made with these variables of the environment, by their modules."
+    return {}
 
 
 def is_listening(control: socket.socket) -> bool:

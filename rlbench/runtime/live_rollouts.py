@@ -93,7 +93,7 @@ class StepMeters:
     queued_before: int = 0  # groups in the queue after the last step row
     means: Means = field(default_factory=Means)
     window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
-    served: list[Group] = field(default_factory=list)  # groups that have their verdicts
+    served: dict[int, Group] = field(default_factory=dict)  # groups that have their verdicts, by id
     tool_kv: float = 0.0  # tokens times seconds that responses waited for the environment
     stalled: float = 0.0  # seconds in which a generator had nothing to do while rollouts were with the environment
     verdicts: tuple[int, int, int] = (0, 0, 0)  # on code: all, those the machine failed, those with a tripwire
@@ -128,7 +128,7 @@ class StepMeters:
         self.last_row_at = now
         self.tokens_before = tokens
         self.queued_before = queued
-        self.served = []
+        self.served = {}
         self.tool_kv = 0.0
         self.stalled = 0.0
         self.verdicts = (0, 0, 0)

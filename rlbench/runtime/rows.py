@@ -289,7 +289,7 @@ class StepRows:
             **loop_columns(row),
             "seconds": seconds,
             **work_columns(meters, spent, state.generation.tokens, queued),
-            **served_columns(meters.served),
+            **served_columns(tuple(meters.served.values())),
             **batch_columns(trained, row.version - 1, self.training.updates),
             **bias_columns(meters.window.close()),
             **tool_columns(rollouts, self.live.tools),
@@ -320,8 +320,8 @@ class StepRows:
     def note_served(self, row: Served) -> None:
         "Remember a scored group for the next step row. A group whose verdicts were taken back comes a second time."
         rollouts = self.live.of_group(row.group)
-        served = [group for group in self.meters.served if group.id != row.group]
-        self.meters.served = [*served, Group(row.group, rollouts[0].task, tuple(rollouts))]
+        self.meters.served.pop(row.group, None)
+        self.meters.served[row.group] = Group(row.group, rollouts[0].task, tuple(rollouts))
 
 # %% ../../nbs/runtime/36_rows.ipynb #rows-class
 class Rows:

@@ -7,6 +7,11 @@ from rooms import ROOMS, ROOT, module_path, modules, notebooks_of_modules, room_
 FENCE = ":::"  # of a function, or of what stands inside a class; a class has one colon more
 
 
+def api_page(room: str) -> str:
+    "The place on the site of a room's page of the API."
+    return f"api/{room or 'rlbench'}.md"
+
+
 def api_pages() -> dict[str, str]:
     "Every page of the API: its place on the site -> its text."
     known, notebooks = modules(), notebooks_of_modules()
@@ -17,7 +22,7 @@ def api_pages() -> dict[str, str]:
             if room_of(module) == room:
                 notebook = notebooks[module].relative_to(ROOT / "nbs").as_posix()
                 sections.append(module_section(module, notebook))
-        pages[f"api/{room or 'rlbench'}.md"] = "\n".join(sections)
+        pages[api_page(room)] = "\n".join(sections)
     return pages
 
 

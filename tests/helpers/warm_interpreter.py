@@ -101,21 +101,23 @@ def wait_for(pid: int, seconds: float) -> int:
     return status
 
 
-def import_and_begin_server() -> None:
+def import_and_begin_servers() -> None:
     """Import what notebooks and runs do, a model's classes among it: each fork would import them anew. Then begin the
-    server that the runs of all notebooks come out of; a fork finds it in its memory."""
+    servers that the runs of all notebooks come out of, with a model and without, as forks; a notebook finds them in
+    its memory."""
     from rlbench.runtime.fork_server import import_ahead, warm_server
     from rlbench.workbench.imports_ahead import run_modules
 
     modules = run_modules(needs_torch=True)
     reason = import_ahead((*modules, *PRELOADED))
     assert not reason, f"a fork would not be whole: {reason}"
-    warm_server(modules)
+    for each in (modules, run_modules(needs_torch=False)):
+        warm_server(each, fork_here=True)
 
 
 def serve() -> None:
     "Run the notebooks that are asked for, a line each: its path, the file for what it prints, and its time in seconds."
-    import_and_begin_server()
+    import_and_begin_servers()
     for line in sys.stdin:
         notebook, output, seconds = json.loads(line)
         pid = os.fork()

@@ -58,7 +58,7 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     (tmp_path / "rlbench").mkdir()
     shutil.copy(ROOT / "rlbench/__init__.py", tmp_path / "rlbench")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    export = "from nbdev.doclinks import nbdev_export; nbdev_export()"
+    export = "import gc; gc.disable(); from nbdev.doclinks import nbdev_export; nbdev_export()"
     subprocess.run([sys.executable, "-c", export], cwd=tmp_path, check=True, timeout=400, env=environment)
     there = {path.relative_to(tmp_path / "rlbench") for path in tmp_path.glob("rlbench/**/*.py")}
     here = {
@@ -200,7 +200,7 @@ def careless(module: str):
             and ast.unparse(node.value) in ("[]", "{}", "list()", "dict()", "set()")
         ):
             yield f"module-level state: {ast.unparse(node)}"
-    if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
+    if re.search(r"^\s*global\s", text, re.M):
         yield "global"
     if re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text):
         yield "unfinished"
