@@ -47,6 +47,7 @@ def ray_variables(token: str) -> dict[str, str]:
         "RAY_TMPDIR": PRIVATE,
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_raylet_start_wait_time_s": "120",  # a busy machine starts a host slowly; that is no failure here
+        "RAY_NUM_REDIS_GET_RETRIES": "120",  # seconds for which a host looks for the head
         "RAY_worker_niceness": "0",  # Ray's default is 15, behind all other programs of this machine
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join(path for path in (LEAN, python_path) if path),
@@ -121,12 +122,13 @@ class RayHosts(HostCluster):
         return f"{self.head.address}:{PORT}"
 
     def join_hosts(self, *numbers: int) -> None:
-        "Start Ray on hosts, all at the same time; a host that is down is started first. RuntimeError if Ray fails."
+        """Start Ray on hosts, one after the other: a host has 30 s from its first process until the head knows it, and
+        hosts that share a busy machine's processors would take longer. A host that is down is started first.
+        RuntimeError if Ray fails."""
         for number in numbers:
             if not self.host(number).is_up:
                 self.start_host(number)
-        started = {number: self.begin_ray(self.host(number)) for number in numbers}
-        for number, process in started.items():
+            process = self.begin_ray(self.host(number))
             printed, _ = process.communicate(timeout=180)
             if process.returncode:
                 raise RuntimeError(f"Ray did not start on {self.host(number).name}: {printed[-2000:]}")

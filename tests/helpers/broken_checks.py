@@ -164,7 +164,7 @@ BROKEN = {  # check -> what breaks its subject
     "trainer-speed": changed_call(gpu_training_checks, "see_trainer_speed", measure=lambda context, size: 1.0),
     "tiny-run": changed_call(gpu_run_checks, "see_tiny_run", steps=1, batch=64, learning_rate=0.0),
     "resume": replaced(Run, "resume", nothing),
-    "split": changed_call(gpu_run_checks, "see_split", publish_every=1000),
+    "split": changed_call(gpu_run_checks, "see_split", publish_every=9, staleness=8),
     "mismatch": changed_call(
         gpu_run_checks, "see_mismatch", steps=3, arms={"control": {"staleness": 2, "learning_rate": 5e-3}}
     ),
