@@ -158,7 +158,7 @@ _ALL = (
         "slow-start",
         f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s or more",
         "programs wait; slow starts are requested a second time; no verdict depends on the fault",
-        45,
+        120,  # the pool is the more patient the longer its programs and starts have taken
         why_not_sandboxed,
         hold_starts,
         starts_were_slow,
@@ -168,7 +168,7 @@ _ALL = (
         "hung-tool",
         "a worker is stopped and never answers its programs",
         "late programs are requested again elsewhere; the worker counts as hung and is replaced",
-        45,
+        120,  # the pool is the more patient the longer its programs and starts have taken
         why_not_sandboxed,
         stop_worker,
         worker_hung,
