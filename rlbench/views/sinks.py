@@ -341,9 +341,9 @@ def export_run(
     every: float = 0.5,
     asked_to_end: threading.Event | None = None,
 ) -> ExportResult:
-    """Hand the rows of a run to a sink. `follow`: until the run has ended or the event is set, looking every so many
-    seconds; what is there by then is handed on in either case. Raises ValueError for an unknown sink, a missing library, or another system's run without a folder,
-    FileNotFoundError if there is no run."""
+    """Hand the rows of a run to a sink. `follow`: look every so many seconds until the run has ended or `asked_to_end`
+    is set; the rows that are there by then are handed on, too. Raises ValueError for an unknown sink, a missing
+    library, or another system's run without a folder, FileNotFoundError if there is no run."""
     check_sinks([to])
     check_has_place(folder, to, out)
     reader = Follower(folder, COLUMNS)

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['HELD_SECONDS', 'MOST_HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 'FILLING', 'HALF', 'SLOW_FOR', 'LATE',
            'kill_controller', 'controller_replaced', 'kill_zygote', 'zygote_replaced', 'stop_worker', 'worker_hung',
-           'hold_starts', 'stop_new_workers', 'children_of', 'is_held_enough', 'second_starts', 'starts_were_slow',
-           'refuse_processes', 'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast',
-           'fill_disk', 'empty_disk', 'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused',
-           'break_publish', 'mend_publish', 'published_again', 'why_no_other_host', 'living_actors', 'lose_host',
-           'keep_host', 'host_used_again', 'host_alerts', 'why_no_slow_link', 'slow_link', 'restore_link',
-           'others_went_on']
+           'hold_starts', 'stop_new_workers', 'is_held_enough', 'second_starts', 'starts_were_slow', 'refuse_processes',
+           'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast', 'fill_disk', 'empty_disk',
+           'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused', 'break_publish',
+           'mend_publish', 'published_again', 'why_no_other_host', 'living_actors', 'lose_host', 'keep_host',
+           'host_used_again', 'host_alerts', 'why_no_slow_link', 'slow_link', 'restore_link', 'others_went_on']
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-imports
 # The faults of drills.
@@ -44,6 +43,7 @@ from rlbench.workbench.drill_scene import (
     Scene,
     Sign,
     changed_workers,
+    children_of,
     controller_of,
     line_with,
     pool_status,
@@ -144,16 +144,6 @@ def stop_new_workers(scene: Scene, known: set[int]) -> None:
                 else:
                     first = min(first, time.monotonic())
     wake_stopped(scene)
-
-
-def children_of(pid: int) -> set[int]:
-    """Process ids of a process's children, from the kernel's list of them: to look through all processes takes longer
-    on a busy machine than a worker's start. Empty if there is no such process."""
-    found = set()
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the process has ended
-            found.update(map(int, thread.read_text().split()))
-    return found
 
 
 def is_held_enough(scene: Scene, held: float) -> bool:

@@ -8,7 +8,7 @@ __all__ = ['KEPT', 'POOLED', 'START_REMEDIES', 'SECONDS_OF_UNKNOWN_VERSION', 'AG
            'seconds_per_version', 'controller_of', 'pool_status', 'workers_of', 'zygote_of', 'why_not_sandboxed',
            'work_was_answered', 'scores_by_machine', 'ended_by_machine', 'changed_workers', 'same_environment',
            'environment_processes', 'broken_books', 'wrongly_trained', 'unjust_fates', 'imperfect_verdicts',
-           'describe_change', 'stop_tree', 'wake_stopped', 'wait_until_busy', 'do_nothing']
+           'describe_change', 'children_of', 'stop_tree', 'wake_stopped', 'wait_until_busy', 'do_nothing']
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-imports
 # The run that a drill strikes.
@@ -380,13 +380,24 @@ def describe_change(again) -> str:
     )
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-stop
+def children_of(pid: int) -> set[int]:
+    """Process ids of a process's children, from the kernel's list of them: to look through all processes takes longer
+    on a busy machine than a worker's start. Empty if there is no such process."""
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the process has ended
+            found.update(map(int, thread.read_text().split()))
+    return found
+
+
 def stop_tree(scene: Scene, process: psutil.Process) -> None:
     "Stop a process and all its descendants, parents first: a stopped process starts no others."
     scene.stopped.append(process)
     with suppress(psutil.Error):
         process.suspend()
-        for child in process.children():
-            stop_tree(scene, child)
+    for child in children_of(process.pid):
+        with suppress(psutil.Error):
+            stop_tree(scene, psutil.Process(child))
 
 
 def wake_stopped(scene: Scene) -> None:

@@ -1,6 +1,5 @@
 """The subjects of `rlbench gpu-check`, each broken on purpose. `python broken_checks.py NAME FOLDER [whole]` runs one check in a process of its own and prints its verdict: a process has one team of ranks and one engine of vLLM."""
 
-import multiprocessing
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from rlbench.bench.gpu_subjects import CHECK_SHAPE
 from rlbench.engines import conformance
 from rlbench.engines.torch import PromptStore, TorchGenerator
 from rlbench.engines.vllm_weights import WeightLoader
-from rlbench.runtime.worker_imports import POLICY_MODULES
 from rlbench.training import trainer
 from rlbench.training.data_parallel import Team
 from rlbench.training.weight_transport import WeightsBuffers
@@ -26,16 +24,8 @@ def nothing(*arguments, **named):
     "Does nothing."
 
 
-def warm_receivers(patch):
-    "Receivers of weights come out of one process that has their imports, in place of each doing them anew."
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([gpu_engine_checks.__name__, *POLICY_MODULES])
-    patch.setattr(multiprocessing, "get_context", lambda method: context)
-
-
 def alter_byte(patch):
-    "A transport that changes one number on the way. A whole one by NCCL starts its receiver anew, as in use."
-    warm_receivers(patch)
+    "A transport that changes one number on the way."
     write = WeightsBuffers.write
 
     def write_and_alter(self, version, named):
@@ -141,7 +131,6 @@ def changed_call(module, name: str, **settings):
 
 QUICK = {  # what makes a check cheap; it passes then
     "conformance-torch": few_rules,
-    "transport-file": warm_receivers,
     "turns-torch": changed_call(gpu_training_checks, "see_turns", turns=8),
     "mismatch": changed_call(gpu_run_checks, "see_mismatch", steps=3, arms={"control": gpu_run_checks.RESTING}),
     "qwen3-0.6b-run": small_shape,

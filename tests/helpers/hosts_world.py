@@ -157,7 +157,7 @@ def a_world_of_hosts(seed: int, commands: dict | None = None) -> HostsWorld:
     r = random.Random(seed)
     config = make_config({**a_config(r), "deadlines": {"start": r.choice((1, 3, 30))}, "minutes": 0.0})
     kinds = ("host", "host", "host", "generator", "environment")
-    faults = {r.randint(1, 270): r.choice(kinds) for _ in range(r.randint(1, 7))}
+    faults = {r.randint(1, 400): r.choice(kinds) for _ in range(r.randint(1, 7))}
     slots = tuple(r.choice((1, 4, 16)) for _ in range(r.choice((1, 2, 2, 3))))
     world = HostsWorld(
         config,

@@ -7,7 +7,7 @@ from world import World
 from rlbench.loop.config import RunConfig, make_config
 
 
-def a_config(r: random.Random, most_steps: int = 8) -> dict:
+def a_config(r: random.Random) -> dict:
     "A table for `make_config`."
     group = r.choice((2, 2, 3, 4, 8))
     alone = r.random() < 0.05
@@ -17,7 +17,7 @@ def a_config(r: random.Random, most_steps: int = 8) -> dict:
         "clock": "virtual",
         "generator": "scripted",
         "seed": r.randrange(1000),
-        "steps": r.randint(1, most_steps),
+        "steps": r.randint(1, 12),
         "group": 1 if alone else group,
         "batch": r.randint(1, 6) * (1 if alone else group),
         "advantage": "reinforce" if alone else r.choice(("grpo", "rloo", "dr_grpo")),
@@ -114,15 +114,15 @@ def a_world(seed: int, commands: bool, faults: bool) -> World:
     config = make_config(a_config(r))
     told: dict[int, list] = {}
     for i in range(r.randint(1, 12) if commands else 0):
-        told.setdefault(r.randint(1, 400), []).append((f"c{i}", "somebody", *a_command(r, config)))
+        told.setdefault(r.randint(1, 600), []).append((f"c{i}", "somebody", *a_command(r, config)))
     if commands and r.random() < 0.25:
-        told.setdefault(r.randint(1, 400), []).append(("stop", "somebody", "stop"))
+        told.setdefault(r.randint(1, 600), []).append(("stop", "somebody", "stop"))
     lost = {
-        r.randint(1, 400): r.choice(("generator", "generator", "environment"))
+        r.randint(1, 600): r.choice(("generator", "generator", "environment"))
         for _ in range(r.randint(1, 6) if faults else 0)
     }
     if faults and r.random() < 0.15:
-        lost[r.randint(1, 400)] = "trainer"
+        lost[r.randint(1, 600)] = "trainer"
     slots = tuple(r.choice((1, 4, 16)) for _ in range(r.choice((1, 1, 2, 3))))
     errors, pace = r.choice((0.0, 0.0, 0.1, 0.3)), r.choice((0.0001, 0.001, 0.01))
     turns, waits = r.choice((1, 1, 2, 4)), r.choice((0.0, 0.1, 0.5))

@@ -21,7 +21,7 @@ from rlbench.base.ledger_reading import read_table
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> rl.Run:
     "One small real run that several tests look at."
-    return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), placement="colocated", **SMALL))
+    return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **SMALL))
 
 
 def test_a_run_learns_writes_and_leaves_a_policy(finished):

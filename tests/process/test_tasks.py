@@ -14,7 +14,6 @@ import polars as pl
 import pytest
 from command_line import verb_facts
 from inline import inline_run
-from scripted import SET_WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.base.chat import read_chat
@@ -315,9 +314,7 @@ def test_a_checkpoint_with_a_chat_template_is_trained_on_a_hub_data_set(tmp_path
 
 
 def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
-    rows = [
-        {"question": f"{n}+{n}=", "answer": f"{n}+{n} is {2 * n}\n#### {2 * n:,}", "level": 2} for n in range(10, 99)
-    ]
+    rows = [{"question": f"{n}+{n}=", "answer": f"{n}+{n} is {2 * n}\n#### {2 * n:,}"} for n in range(10, 99)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {
         "tasks": '{name="file",path="sums.jsonl"}',
@@ -327,9 +324,10 @@ def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
         "group": 4,
         "preflight": 0,
         "eval": [],
+        "clock": "virtual",
     }
     told = (f"--set={knob}={value}" for knob, value in settings.items())
-    assert verb_facts(tmp_path, "run", "tiny", "--name", "x", *told, *SET_WITHOUT_MODEL)["state"] == "finished"
+    assert verb_facts(tmp_path, "run", "tiny", "--name", "x", *told)["state"] == "finished"
     run = rl.Run(tmp_path / "runs" / "x")
     assert (
         run.status.books_closed

@@ -227,13 +227,13 @@ def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_fa
         "after_resume": r.choice(("keep", "keep", "drop")),
         "checkpoints_kept": r.choice((1, 2, 5)),
     }
-    told = [(r.randint(1, 200), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [
-        (r.randint(20, 140), "checkpoint", None, 0)
+    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [
+        (r.randint(20, 200), "checkpoint", None, 0)
     ] * r.choice((0, 1))
-    copies = {r.randint(30, 200): folder / f"copy-{i}" for i in range(2)}
+    copies = {r.randint(30, 300): folder / f"copy-{i}" for i in range(2)}
     drive(a_run(folder / "run", table, copies, told))
     for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
-        onward = {r.randint(30, 200): folder / f"{copy.name}-onward"}
+        onward = {r.randint(30, 300): folder / f"{copy.name}-onward"}
         driver = taken_up(copy, 1, onward)
         drive(driver)
         check_resumed(driver)
