@@ -1,6 +1,6 @@
 """What a program may try against the machine, by tier: for test_sandbox_attacks.py. Each attack is the source of a program that prints `GOT ...` where it succeeds, and how it may end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -463,6 +463,8 @@ ALONE = {
         "for target in ('/etc', '/root', '/proc/1'):\n    os.symlink(target, 'l'); denied(os.listdir, 'l'); os.unlink('l')\ndenied(os.link, '/etc/passwd', 'p') if os.path.exists('/etc/passwd') else None",
         files=True,
     ),
+    # its memory ends before its 17th thread, or its threads are counted before its memory ends
+    "threads": replace(BOTH["threads"], ends=(*EATS, "forbidden")),
     "leaves its group": attack(
         "denied(os.setsid)\ndenied(os.setpgid, 0, 0)\nrefused('sched_setaffinity', nr(203, 122), os.getppid(), 8, ctypes.create_string_buffer(8))\nrefused('setpriority', nr(141, 140), 0, os.getppid(), 19)"
     ),
