@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -46,8 +48,40 @@ def cache_of_the_session(tmp_path_factory) -> None:
     os.environ.setdefault("RLBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+STARTED = pytest.StashKey[tuple[float, float]]()  # the clock and the processors' busy seconds as the session starts
+COSTLY_FILES = 25
+
+
+def busy_s() -> float:
+    "Seconds in which this machine's processors were at work since it started."
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes a second or more; `make check` leaves it out")
+    config.stash[STARTED] = time.monotonic(), busy_s()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With several workers: what the session cost in processor seconds, which depends less on the machine's hour than its
+    length does, and the files that took longest."""
+    if not config.getoption("numprocesses", None):
+        return
+    began, busy = config.stash[STARTED]
+    passed_s = time.monotonic() - began
+    files: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                files[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("cost")
+    costly = ", ".join(f"{file} {seconds:.0f}" for file, seconds in files.most_common(COSTLY_FILES))
+    terminalreporter.write_line(f"seconds by file, longest first: {costly}")
+    cores = psutil.cpu_count()
+    terminalreporter.write_line(
+        f"{cores} processors were busy for {busy_s() - busy:.0f} s of {cores} x {passed_s:.0f} s"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
