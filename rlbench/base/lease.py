@@ -113,8 +113,8 @@ def describe_holder(folder: Path, lease: RunLease, now: float) -> str:
     holder = f"process {lease.pid} on host {lease.host}" if lease.host else "a process that is not known"
     return (
         f"run: {folder.name!r} is written by {holder} (a sign of life {age:.0f} s ago), and a run has one writer; stop "
-        f"it first (rlbench stop {folder.name}). If that host is gone, try again when the last sign of life is more than "
-        f"{STALE_S:g} s old"
+        f"it first (rlbench stop {folder.name}). If that host is gone, try again when the last sign of life is more "
+        f"than {STALE_S:g} s old"
     )
 
 # %% ../../nbs/base/23_lease.ipynb #lease-take

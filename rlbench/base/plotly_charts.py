@@ -23,7 +23,7 @@ from .charts import Chart, axis_title, bridge_gaps, data_extent, joined, x_axis_
 
 # %% ../../nbs/base/18_plotly_charts.ipynb #figures-plotly
 PLOTLY_GRID = "rgba(128,128,128,0.25)"
-PLOTLY_GROUND = {  # a page may be light or dark, and plotly cannot ask which: no ground of its own, grey that both can bear
+PLOTLY_GROUND = {  # for light and dark pages, since plotly cannot ask which: no ground of its own, a grey for both
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#808080"},

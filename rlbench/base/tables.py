@@ -76,7 +76,7 @@ length_last | float | tokens | mean length of their last response; null where al
 tool_calls | float | calls | mean tool calls of a trained rollout, as its episode counts them
 tool_seconds | float | s | mean time that a trained rollout waited for its episode, over all its turns
 tool_kv | float | tokens s | context tokens times seconds that rollouts waited for their episode: the KV cost of waiting
-stalled | float | s | time in which a generator was idle while rollouts waited for episode or verdict, mean over generators
+stalled | float | s | generators' idle time while rollouts waited for episode or verdict, mean over generators
 efficiency | float | tokens/s | trained response tokens per slot and second
 """)
 
@@ -121,16 +121,16 @@ lag_in_flight | float | versions | mean over the batch: versions passed while a 
 lag_in_queue | float | versions | mean over the batch: versions passed after its newest token
 lag_span | int | versions | most versions that passed inside one rollout of the batch
 mixed_share | float | share | rollouts of the batch with tokens of more than one version
-lag_state | float | versions | mean over episodes that met older writes: versions since the oldest writes in their environment
+lag_state | float | versions | versions since the oldest writes in an episode's environment, mean of those that met any
 lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
 """)
 
 _STEPS_DROPPED = parse_columns("""
-discard_count | float | share | discarded training attempts (surplus, aborted, stale), of those that ended since the batch before
+discard_count | float | share | discarded attempts (surplus, aborted, stale) of those that ended since the last batch
 discard_tokens | float | share | the same in response tokens
 unfinished_at_fill | float | share | training rollouts still being written when the batch was full, of those alive then
 drop_bias | float | share | largest of the three below, by size; over the last 20 batches
-bias_length | float | share | difference in length between what was kept and what was generated; below 0 the trained are shorter
+bias_length | float | share | kept against generated, difference in length; below 0 the trained are shorter
 bias_level | float | share | the same in difficulty; below 0 they are easier
 bias_turns | float | share | the same in turns; below 0 they have fewer
 """)
@@ -143,7 +143,7 @@ grad_norm | float | | gradient norm before clipping
 clip_low | float | share | tokens clipped on the low side
 clip_high | float | share | tokens clipped on the high side
 kl_sampler | float | nats | KL of the sampler from the trainer's recomputation, k3 estimate
-logprob_diff_mean | float | nats | distance between a token's log-probability from sampler and from trainer, mean over the batch
+logprob_diff_mean | float | nats | a token's log-probability, sampler against trainer: mean distance in the batch
 logprob_diff_max | float | nats | largest of these distances
 ess | float | share | effective sample size of the importance weights, 1 is on-policy
 chi_square | float | | mean square of the importance weights minus 1, 0 is on-policy
@@ -154,15 +154,15 @@ entropy_weight | float | | weight of entropy in the objective
 supervised_loss | float | nats | mean negative log-probability of the demonstrations' tokens; null without any
 replayed_rollouts | int | rollouts | rollouts of earlier batches that were trained on again
 value_loss | float | | mean loss of the critic over the batch, null without one
-value_explained | float | share | share of the returns' variance that the critic's values explain, before it learned from them
+value_explained | float | share | returns' variance that the critic's values explain, before it learned from them
 charged_tokens | int | tokens | tokens of all passes that a training service charges; null without one
 dollars | float | $ | price of all tokens so far by the list of the training service; null without one
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | share of the training tokens that was padding
 publish_seconds | float | s | from the finished batch to the generators' new weights
-publish_store_seconds | float | s | of that, weights put up for other hosts or for a broadcast; null where generators read the trainer's file
-publish_travel_seconds | float | s | of that, weights on the way to the slowest other host and into its file, or to the slowest generator of a broadcast; null likewise
+publish_store_seconds | float | s | of that, weights put up for others; null where generators read the trainer's file
+publish_travel_seconds | float | s | of that, the way to the slowest host's file or the slowest generator; null likewise
 publish_load_seconds | float | s | of that, a generator loading them; null on the virtual clock
 memory_generate | float | bytes | most memory that a generator held (its process; on a GPU, the device)
 memory_train | float | bytes | most memory that the trainer held (its process; on a GPU, the device)
@@ -171,7 +171,7 @@ memory_train | float | bytes | most memory that the trainer held (its process; o
 
 _ACTOR_COLUMNS = """
 {actor}_compute | float | s | {actor}: forward, backward, sampling, scoring itself; of several, the mean
-{actor}_wait | float | s | {actor}: waiting for work, weights or the end of a pause; in a colocated run also the other's turn
+{actor}_wait | float | s | {actor}: waiting for work, weights, a pause's end, or in a colocated run the other's turn
 {actor}_publish | float | s | {actor}: moving weights
 {actor}_overhead | float | s | {actor}: the rest (packing, records, transport)
 """

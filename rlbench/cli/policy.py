@@ -154,7 +154,7 @@ TargetOption = Annotated[
     str,
     typer.Option(
         "--to",
-        help="policy; a tracker: tensorboard, wandb, trackio; responses for other tools: verifiers, trl, inspect, jsonl, "
+        help="policy; a tracker: tensorboard, wandb, trackio; responses for others: verifiers, trl, inspect, jsonl, "
         "parquet; for a notebook, the folder of its module",
     ),
 ]

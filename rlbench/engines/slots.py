@@ -79,7 +79,8 @@ class SlotRows:
     def write_tokens(
         self, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int | np.ndarray
     ) -> np.ndarray:
-        "One more token in rows 0..n-1, of one version or one each; boolean [n, 2]: ended at a stop token, ended at its limit."
+        """One more token in rows 0..n-1, of one version or one each; boolean [n, 2]: ended at a stop token, ended at
+        its limit."""
         for i, sequence in enumerate(self.sequence[:n]):
             if sequence.kept is not None:
                 sequence.kept.append(NO_IDS if kept is None else kept[i])

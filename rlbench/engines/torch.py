@@ -71,8 +71,8 @@ def draw_rows(rows: SlotRows, n: int, logits: torch.Tensor) -> tuple[np.ndarray,
 def slots_and_budget(
     weights: FusedWeights, max_length: int, kv_bytes: float | None, slots: int | None
 ) -> tuple[int, int]:
-    """Sequences at once, and the tokens whose keys and values fit into `kv_bytes`, or that the slots hold. ValueError for
-    bytes that hold no sequence."""
+    """Sequences at once, and the tokens whose keys and values fit into `kv_bytes`, or that the slots hold. ValueError
+    for bytes that hold no sequence."""
     if kv_bytes is None:
         slots = slots or 16
         return slots, slots * max_length

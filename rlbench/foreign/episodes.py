@@ -423,8 +423,8 @@ Decide = Callable[[EpisodeRecord, InfoRecord], Mapping[str, object]]  # gives fi
 def episode_responses(
     episode: EpisodeRecord, decide: Decide | None = None
 ) -> Iterator[ForeignResponse | EpisodeBranch]:
-    """The responses of an episode and their other branches; one without text for an episode that failed before its agent began. `decide` gives
-    what follows from the place of the record, such as step, evaluation and fate."""
+    """The responses of an episode and their other branches; one without text for an episode that failed before its
+    agent began. `decide` gives what follows from the place of the record, such as step, evaluation and fate."""
     common = episode_fields(episode)
     traces = [each for each in episode.traces if not (each.agent and each.agent.trainable is False)] or episode.traces
     for trace in traces or [TraceRecord(id=episode.id)]:

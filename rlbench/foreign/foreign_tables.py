@@ -337,8 +337,8 @@ def selection_notes(
         return {}
     when = f"`{form.written_after}` is on" if found else f"where `{form.written_after}` is on"
     sentence = (
-        f"{form.name} writes groups after its filter: {when}, groups without signal are in no file, and solve rates and "
-        "shares of groups are of those that were kept"
+        f"{form.name} writes groups after its filter: {when}, groups without signal are in no file, and solve rates "
+        "and shares of groups are of those that were kept"
     )
     return {name: sentence for name in SELECTED if has_column(columns, name)}
 

@@ -299,8 +299,8 @@ WORKERS = {
     "transport": Knob(
         choices=("file", "ipc", "nccl"),
         live=False,
-        help="way of new weights to other processes: by file, by ipc through the trainer's GPU memory on one machine, or "
-        "by nccl in a process group (gloo without GPUs)",
+        help="way of new weights to other processes: by file, by ipc through the trainer's GPU memory on one machine, "
+        "or by nccl in a process group (gloo without GPUs)",
     ),
     "clock": Knob(
         choices=("real", "virtual"),

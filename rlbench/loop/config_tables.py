@@ -322,9 +322,9 @@ class ClusterConfig(ConfigTable):
     def _is_reachable(cls, value):
         if value.startswith("ray://"):
             raise ValueError(
-                f"cluster.address: {value!r} is that of a Ray Client, which cannot post to the workers of a run; start the run on "
-                "a host of the cluster with HOST:PORT or auto (one that only joins: ray start --address HOST:PORT "
-                "--num-cpus 0), or give it to the cluster with ray job submit"
+                f"cluster.address: {value!r} is that of a Ray Client, which cannot post to the workers of a run; "
+                "start the run on a host of the cluster with HOST:PORT or auto (one that only joins: ray start "
+                "--address HOST:PORT --num-cpus 0), or give it to the cluster with ray job submit"
             )
         return value
 
@@ -501,8 +501,8 @@ class JudgeConfig(ConfigTable):
 
 # %% ../../nbs/loop/06_config_tables.ipynb #config-tables-tinker
 class TinkerConfig(ConfigTable):
-    """A server of Tinker's API that generates and trains. `key`: $NAME of one in the environment; `base_model`: its name
-    there, empty for the only one that is served."""
+    """A server of Tinker's API that generates and trains. `key`: $NAME of one in the environment; `base_model`: its
+    name there, empty for the only one that is served."""
 
     field: ClassVar[str] = "tinker"
     short_for: ClassVar[str] = "base_url"

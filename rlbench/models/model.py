@@ -214,8 +214,8 @@ def own_weights(model):
 
 # %% ../../nbs/models/02_model.ipynb #model-texts
 def load_texts(name: str) -> Policy:
-    """A policy without weights (`model` is None): tokenizer, stop tokens and context of the model at a folder or under a
-    Hub name. Raises what `load_policy` raises for a name that leads nowhere or to another kind of model."""
+    """A policy without weights (`model` is None): tokenizer, stop tokens and context of the model at a folder or under
+    a Hub name. Raises what `load_policy` raises for a name that leads nowhere or to another kind of model."""
     from transformers import GenerationConfig
 
     source = locate_model(name)

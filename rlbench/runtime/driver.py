@@ -433,8 +433,8 @@ def events_of_host(driver: Driver, news) -> Iterable:
 
 
 def lose_host(driver: Driver, host: str, cause: str, placed: Iterable[str]) -> Iterable:
-    """The events of a lost host: first its own, then those of its workers. `placed`: workers that had a place there; one
-    that was just being started does not know its host yet."""
+    """The events of a lost host: first its own, then those of its workers. `placed`: workers that had a place there;
+    one that was just being started does not know its host yet."""
     living = driver.hosts.workers_on(host)
     workers = [worker for worker in driver.workers.handles if worker in living or worker in placed]
     to_log(f"host {host} lost: {cause}")

@@ -70,7 +70,8 @@ class TenantReplay:
                 f"equal: {self.requests} requests of {self.tenant} done again, {len(self.saves)} saved weights the same"
             )
         first = differ[0]
-        return f"different: {len(differ)} of {len(self.saves)} saved weights, the first {first.model} at request {first.seq}"
+        share = f"{len(differ)} of {len(self.saves)} saved weights"
+        return f"different: {share}, the first {first.model} at request {first.seq}"
 
 # %% ../../nbs/service/34_service_replay.ipynb #service-replay-do
 class TenantReplayer:

@@ -168,7 +168,7 @@ def why_no_sample(
     if request.tokens > tenant.quota.tokens_in_flight:
         return Refusal(
             400,
-            f"quota: the request may take {request.tokens} tokens, and {tenant.quota.tokens_in_flight} may be in flight",
+            f"quota: the request may take {request.tokens} tokens; {tenant.quota.tokens_in_flight} may be in flight",
         )
     waiting = sum(len(each.samples) for each in state.tenants.values())
     if waiting >= state.rules.waiting_samples:

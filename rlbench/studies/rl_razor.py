@@ -181,8 +181,8 @@ def record_razor(runs: StudyRuns) -> StudyRecord:
         null=null,
         page="studies/25_rl_razor.ipynb",
         command="rlbench study rl_razor",
-        reading="RL ends farther from the old policy than imitation of answers in the policy's own form, as the sum says. "
-        "Neither forgets: that rules out a lead of 0.02 here, and says nothing of tasks that can be forgotten.",
+        reading="RL ends farther from the old policy than imitation of answers in the policy's own form, as the sum "
+        "says. Neither forgets: that rules out a lead of 0.02 here, and says nothing of tasks that can be forgotten.",
         against="These demonstrations have the policy's own form, which the paper's have not; a foreign form never "
         "solved the task, so the paper's own comparison was not made. And the new task's habit helps the old one.",
         machine=runs.machine,

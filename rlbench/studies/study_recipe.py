@@ -141,9 +141,8 @@ def make_study(
         began = time.monotonic()
         found.append(kept_record(path, StudyRun, lambda: recipe.run(arm, seed)))
         spent += time.monotonic() - began
-        say(
-            f"{recipe.name}: {number} of {len(jobs)}, {arm}, seed {seed}{left_in_words(spent, made, len(jobs) - number)}"
-        )
+        time_left = left_in_words(spent, made, len(jobs) - number)
+        say(f"{recipe.name}: {number} of {len(jobs)}, {arm}, seed {seed}{time_left}")
     return StudyRuns(recipe.name, tuple(found), machine("torch"))
 
 # %% ../../nbs/studies/05_study_recipe.ipynb #recipe-stored

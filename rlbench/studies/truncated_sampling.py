@@ -58,7 +58,8 @@ def runs_of_mismatch(measured: StudyBench) -> StudyRuns:
 # %% ../../nbs/studies/13_truncated_sampling.ipynb #trunc-sum
 def gradient_gap(distance: float, cap: float | None, seed: int = 0, words: int = 16, draws: int = 200) -> float:
     """Length of (expected gradient under the sampler, weighted) less (that under the policy), over the latter's; the
-    mean over random policies. `distance`: of the log-probabilities, nats; `cap`: of the weights, None for no weights."""
+    mean over random policies. `distance`: of the log-probabilities, nats; `cap`: of the weights, None for no
+    weights."""
     chance = np.random.default_rng(seed)
     gaps = []
     for _ in range(draws):

@@ -221,7 +221,8 @@ def total_lag(steps) -> np.ndarray:
 
 
 def token_rate(steps, window: int = 5) -> np.ndarray:
-    "Tokens generated per second at each version, over the last `window` versions; NaN where no time passed or no tokens were counted."
+    """Tokens generated per second at each version, over the last `window` versions; NaN where no time passed or no
+    tokens were counted."""
     generated = numeric_column(steps, "generated_tokens")
     if not np.isfinite(generated).any():
         return np.full(len(generated), math.nan)

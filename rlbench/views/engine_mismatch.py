@@ -32,8 +32,8 @@ NEWEST = 10  # batches whose mean is the state now
 @dataclass(frozen=True)
 class EngineMismatch:
     """Sampler against trainer in the newest batches. `apart`: nats between the log-probabilities of a token on the same
-    weights, mean; `before`: the same in the first batches; nan for both without a batch of staleness 0. `ess`: effective
-    size, as a share; `masked`: share of the tokens that the correction leaves out."""
+    weights, mean; `before`: the same in the first batches; nan for both without a batch of staleness 0. `ess`:
+    effective size, as a share; `masked`: share of the tokens that the correction leaves out."""
 
     apart: float
     before: float

@@ -468,8 +468,9 @@ class TablesExport:
 
 
 def export_responses(run: "str | Path | RunReader", to: str, folder: str | Path, force: bool = False) -> TablesExport:
-    """Write the responses of a run into a folder. ValueError for an unknown format or a run of which the format can hold
-    nothing, FileExistsError for a folder that has files, unless `force` lets those of the same names be replaced."""
+    """Write the responses of a run into a folder. ValueError for an unknown format or a run of which the format can
+    hold nothing, FileExistsError for a folder that has files, unless `force` lets those of the same names be
+    replaced."""
     if to not in TABLE_FORMATS:
         raise unknown_name_error("to", to, list(TABLE_FORMATS))
     folder = Path(folder)

@@ -259,8 +259,8 @@ def _notes_on_logprobs(terms: RolloutTerms) -> list[str]:
         notes.append(f"Log-probabilities at start and step are those of {batch.policy}, computed now.")
     elif batch.system and not batch.has_start:
         notes.append(
-            f"Log-probabilities of the trainer are not in the files of {batch.system}: the sampler's stand in, so every "
-            "ratio is 1."
+            f"Log-probabilities of the trainer are not in the files of {batch.system}: the sampler's stand in, so "
+            "every ratio is 1."
         )
     elif batch.place != "trained":
         notes.append(

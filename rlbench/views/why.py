@@ -250,7 +250,7 @@ def explain_client(s: RunSnapshot) -> Why:
     sentences = [
         f"{owner}.{ended}",
         f"{learning.verdict.capitalize()}: {learning.reason}." if learning.verdict in NOT_LEARNING else "",
-        f"{LIMITS[shares.limit]}: over its steps {first} to {last} ({shares.seconds:.0f} s), {shares_in_words(shares)}.",
+        f"{LIMITS[shares.limit]}: in its steps {first} to {last} ({shares.seconds:.0f} s), {shares_in_words(shares)}.",
         f"What helps: {REMEDIES[shares.limit]}.",
         untrained_in_words(s),
     ]

@@ -59,8 +59,8 @@ def check_token(environment: Mapping[str, str]) -> Check:
 
 
 NO_CONNECTION = (
-    "give this host the token of the cluster and the same Ray (ray start says which address it has), let the ports of Ray "
-    "through, and start this host with ray start --address HOST:PORT --num-cpus 0 if it is none of the cluster"
+    "give this host the token of the cluster and the same Ray (ray start says which address it has), let the ports of "
+    "Ray through, and start this host with ray start --address HOST:PORT --num-cpus 0 if it is none of the cluster"
 )
 
 
@@ -181,7 +181,8 @@ def check_weights(hosts: Sequence[HostView], weights: Mapping[str, float]) -> Ch
     least, where = min(rooms)
     fitting = [name for name, size in weights.items() if COPIES * size <= least]
     lacking = [f"{name} ({bytes_text(COPIES * size)})" for name, size in weights.items() if name not in fitting]
-    seen = f"least room: {bytes_text(least)} in the {where}; two copies of the weights fit for {', '.join(fitting) or 'no preset'}"
+    presets = ", ".join(fitting) or "no preset"
+    seen = f"least room: {bytes_text(least)} in the {where}; two copies of the weights fit for {presets}"
     if lacking:
         seen += (
             f", not for {', '.join(lacking)}: raise ray start --object-store-memory, --shm-size of a container, or /tmp"

@@ -407,7 +407,9 @@ def why_no_slow_link(scene: Scene) -> str:
             f"its bound on staleness is {config.staleness}, so generators wait for each other; set staleness >= {LATE}"
         )
     if seconds_per_version(scene) * LATE > SLOW_LINK_SECONDS:
-        return f"{LATE} versions take longer than the {SLOW_LINK_SECONDS:g} s by which weights are late; drill a faster run"
+        return (
+            f"{LATE} versions take longer than {SLOW_LINK_SECONDS:g} s, by which weights are late; drill a faster run"
+        )
     return ""
 
 

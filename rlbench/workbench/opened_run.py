@@ -63,8 +63,8 @@ class OpenedRun(Run):
         return refresh(self.found)
 
     def table(self, name: str, columns: list[str] | None = None) -> "pl.DataFrame":
-        """A table: steps, groups, rollouts, tokens, evals, hosts, metrics (the system's own figures), phases, changes or
-        settings. ValueError for a column that is not there, with the setting that would record it."""
+        """A table: steps, groups, rollouts, tokens, evals, hosts, metrics (the system's own figures), phases, changes
+        or settings. ValueError for a column that is not there, with the setting that would record it."""
         self.look()
         table = opened_table(self.folder, name)
         for column in columns or ():
