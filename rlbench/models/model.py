@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate_model', 'Policy', 'stop_tokens', 'context_length', 'quiet_library',
-           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'own_weights', 'load_texts',
-           'encode_prompt', 'encode_prompts', 'checked_prompt', 'render_messages', 'checked_ids', 'decode_response',
-           'encode_response', 'rendered_observation', 'encode_observation', 'head_logits', 'check_head', 'Fp32Linear',
-           'fp32_head', 'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs', 'chunked_logprobs',
-           'token_logprobs', 'flat_logprobs', 'base_weights', 'replace_folder', 'save_policy']
+           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'make_name_table', 'own_weights',
+           'load_texts', 'encode_prompt', 'encode_prompts', 'checked_prompt', 'render_messages', 'checked_ids',
+           'decode_response', 'encode_response', 'rendered_observation', 'encode_observation', 'head_logits',
+           'check_head', 'Fp32Linear', 'fp32_head', 'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs',
+           'chunked_logprobs', 'token_logprobs', 'flat_logprobs', 'base_weights', 'replace_folder', 'save_policy']
 
 # %% ../../nbs/models/02_model.ipynb #model-imports
 # The policy: a causal language model with its tokenizer.
@@ -28,7 +28,7 @@ __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate_model', 'Policy', 'stop_tokens'
 # Axes are suffixes: R rows, T tokens, N chosen tokens, H width, V vocabulary, M kept tokens.
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -203,6 +203,14 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
     stop = stop_tokens(model, tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Policy(name, own_weights(model).to(device).eval(), tokenizer, stop, pad, context_length(model, tokenizer))
+
+
+def make_name_table() -> None:
+    "Have transformers make its table of renamed weights, which else each process makes as it loads its first model."
+    with suppress(ImportError):  # an older transformers has none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("qwen3")
 
 
 def own_weights(model):

@@ -24,10 +24,13 @@ from ..runtime.worker_imports import worker_modules
 # %% ../../nbs/workbench/00_imports_ahead.ipynb #imports-ahead-lists
 SUPERVISOR_MODULES = (  # of supervisor and run process; not polars, which starts threads
     "rlbench.workbench.supervisor",
+    "rlbench.workbench.prepare",
     "rlbench.runtime.provenance:installed_packages",
+    "rlbench.runtime.driver",
     "rlbench.runtime.checkpoint",
     "rlbench.runtime.steer",
     "rlbench.runtime.diagnosis",
+    "rlbench.sandbox.pool_folder",
     "rlbench.views.sinks",
     "rlbench.views.report",
 )

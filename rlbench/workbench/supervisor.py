@@ -9,8 +9,8 @@ __all__ = ['LEASE_STATUS', 'START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SI
            'has_saved_weights', 'save_checkpoint_policy', 'clear_weights', 'rescue_in_words', 'silence_of',
            'processes_of_group', 'is_suspended', 'excused_seconds', 'restarts_of', 'supervise', 'end_group',
            'sweep_pool', 'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end',
-           'forget_end', 'begin_server', 'start_run_process', 'write_report_safely', 'main', 'keep_run', 'watch_run',
-           'finish_run']
+           'forget_end', 'begin_server', 'server_in_use', 'server_of_restart', 'start_run_process',
+           'write_report_safely', 'main', 'keep_run', 'watch_run', 'finish_run']
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-imports
 # The supervisor of a run.
@@ -52,7 +52,7 @@ from ..base.neighbours import SUPERVISOR_NAME
 from ..base.run_files import WEIGHTS_FILE, read_json, remove_weights, write_json
 from ..base.status import ENDED, Status, read_status, unpack_status, write_status
 from ..runtime.actors import BEAT_SECONDS, Beat, ProcessHandle, why_hung
-from ..runtime.fork_server import ForkServer, set_process_name, why_no_forks
+from ..runtime.fork_server import ForkServer, is_listening, set_process_name, why_no_forks
 from ..training.scoring_models import drop_reference
 from .imports_ahead import worker_modules
 
@@ -454,13 +454,13 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
         sidecar.wait()
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-evaluate
-def evaluate_end(folder: Path, asked: list) -> None:
-    """Evaluate the policy that a failed run has saved, and copy the new row to the sinks. A signal in `asked` ends the
-    evaluation."""
+def evaluate_end(folder: Path, asked: list, server: ForkServer | None) -> None:
+    """Evaluate the policy that a failed run has saved, in a fork of the server, and copy the new row to the sinks. A
+    signal in `asked` ends the evaluation."""
     from rlbench.workbench.last_evaluation import evaluate_failed_run
 
     try:
-        is_measured = evaluate_failed_run(folder, lambda: bool(asked))
+        is_measured = evaluate_failed_run(folder, lambda: bool(asked), server)
     except Exception:  # the books are closed, and nothing here may change that
         traceback.print_exc()
         return
@@ -542,13 +542,26 @@ def begin_server(folder: Path, fork_here: bool = False) -> ForkServer | None:
     return ForkServer.forked_here(modules) if fork_here else ForkServer(modules)
 
 
+def server_in_use(server: ForkServer | None) -> ForkServer | None:
+    """The server, if it is known to be fit and is alive, else None. Only the first process that uses a server hears
+    whether it is fit, unless it was forked here."""
+    if server and server.reason == "" and is_listening(server.control):
+        return server
+    return None
+
+
+def server_of_restart(server: ForkServer | None, folder: Path) -> ForkServer | None:
+    "The server of a run process that was lost, or another one if that has ended, too."
+    found = server_in_use(server)
+    if server and not found:
+        server.close()
+    return found or begin_server(folder)
+
+
 def start_run_process(folder: Path, attempt: int, server: ForkServer | None, fork_here: bool = False) -> ProcessHandle:
-    "Start the run process, which owns the fork server from then on."
+    "Start the run process, which forks its workers from the server."
     arguments = (str(folder), os.getpid(), attempt, server)
-    handle = ProcessHandle("run", run_main, arguments, parent=True, fork_here=fork_here)
-    if server:
-        server.let_go()
-    return handle
+    return ProcessHandle("run", run_main, arguments, parent=True, fork_here=fork_here)
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-whole-report
 def write_report_safely(folder: Path) -> None:
@@ -586,8 +599,10 @@ def keep_run(folder: Path, attempt: int, is_forked: bool) -> int:
     leaders = [handle.process.pid]
     threading.Thread(target=guard_lease, args=(keeper, leaders), daemon=True).start()  # after the forks
     sidecars = sinks_of(folder)
-    cause = watch_run(folder, handle, server, attempt, asked, keeper, leaders)
-    status = finish_run(folder, cause, asked, sidecars)
+    cause, server = watch_run(folder, handle, server, attempt, asked, keeper, leaders)
+    status = finish_run(folder, cause, asked, sidecars, server_in_use(server))
+    if server:
+        server.close()
     release_lease(folder, lease.mark)
     return status
 
@@ -600,8 +615,9 @@ def watch_run(
     asked: list[int],
     keeper: LeaseKeeper,
     leaders: list[int],
-) -> str:
-    "Watch the run process and restart it as often as `restarts` allows. Returns how the last one ended, in words."
+) -> tuple[str, ForkServer | None]:
+    """Watch the run process and restart it as often as `restarts` allows. Returns how the last one ended, in words, and
+    its server."""
     first = attempt
     while True:
         cause = supervise(handle, asked, silence_of(folder))
@@ -609,22 +625,23 @@ def watch_run(
             leave_folder(folder, handle.process.pid)
         end_group(handle.process.pid)
         handle.close(1.0)
-        if server:
-            server.close()
         if read_status(folder).books_closed or asked or attempt - first >= restarts_of(folder):
-            return cause
+            return cause, server
         attempt += 1
         restart = attempt - first
         log_error(f"run process lost: {cause}; the run goes on from its newest checkpoint (restart {restart})")
-        server = begin_server(folder)
+        server = server_of_restart(server, folder)
         sweep_pool(folder)
         note_start(folder, os.getpid(), attempt)
         handle = start_run_process(folder, attempt, server)
         leaders.append(handle.process.pid)
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-finish
-def finish_run(folder: Path, cause: str, asked: list[int], sidecars: list[subprocess.Popen]) -> int:
-    "Close what the run process left open, and write the report. Returns the exit status of `main`."
+def finish_run(
+    folder: Path, cause: str, asked: list[int], sidecars: list[subprocess.Popen], server: ForkServer | None
+) -> int:
+    """Close what the run process left open, and write the report. A process that evaluates the policy of a failed run
+    is forked from the server. Returns the exit status of `main`."""
     status = read_status(folder)
     is_refused = status.books_closed and remembered_end(folder) is not None
     forget_end(folder)
@@ -640,7 +657,7 @@ def finish_run(folder: Path, cause: str, asked: list[int], sidecars: list[subpro
     if is_refused:
         return 1
     if status.state == "failed" and not asked:
-        evaluate_end(folder, asked)
+        evaluate_end(folder, asked, server)
     note_diagnosis(folder)
     write_report_safely(folder)
     return int(status.state == "failed")

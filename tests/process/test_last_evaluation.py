@@ -102,6 +102,7 @@ def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     )
     assert "after the run had failed" in (run.folder / "report.html").read_text()
     assert f"after the failure: the saved policy solves {row['avg']:.3f}" in log_of(run)
+    assert "spawned, not forked" not in log_of(run), "its process came out of the run's server"
     assert from_tensorboard(run.folder)["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
     until(lambda: not living_processes(processes), 10)
 
@@ -133,7 +134,7 @@ def test_a_signal_to_the_supervisor_ends_the_evaluation(tmp_path):
 
 
 # Main functions of the process, importable by a spawned one.
-def measures(connection, folder: str, supervisor: int) -> None:
+def measures(connection, folder: str) -> None:
     connection.send(
         Evaluated(
             "held_out", 512, 1, 1.0, **FIGURES, length_mean=20.0, tokens=9, seconds=1.0, levels=[1], level_rates=[0.25]
@@ -141,7 +142,7 @@ def measures(connection, folder: str, supervisor: int) -> None:
     )
 
 
-def hangs(connection, folder: str, supervisor: int) -> None:
+def hangs(connection, folder: str) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -149,15 +150,15 @@ def hangs(connection, folder: str, supervisor: int) -> None:
     time.sleep(600)
 
 
-def crashes(connection, folder: str, supervisor: int) -> None:
+def crashes(connection, folder: str) -> None:
     os._exit(3)
 
 
-def is_killed_by_the_kernel(connection, folder: str, supervisor: int) -> None:
+def is_killed_by_the_kernel(connection, folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refuses(connection, folder: str, supervisor: int) -> None:
+def refuses(connection, folder: str) -> None:
     connection.send(Refused("MemoryError: no more"))
 
 

@@ -285,6 +285,19 @@ def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
     assert run.wait(400) == "failed" and run.status.books_closed
 
 
+def test_workers_of_a_run_process_that_is_started_again_come_out_of_the_same_server(tmp_path):
+    "The server outlives a run process that is killed, so that nothing is imported anew."
+    run = rl.run("tiny", runs=tmp_path, **WITHOUT_MODEL, restarts=1)
+    until(lambda: run.status and run.status.version >= 1, 120)
+    server, lost = server_of(run), run.status.pid
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: run.status.attempt == 1 and run.status.state == "running" and run.status.workers, 120)
+    parents = {psutil.Process(worker).ppid() for worker in run.status.workers.values()}
+    assert parents == {server.pid} and run.status.pid != lost
+    run.stop()
+    assert run.wait(400) == "stopped" and not living_processes([server])
+
+
 def test_workers_without_a_model_need_no_torch():
     "The server of a scripted run imports what its workers import."
     assert not {"torch", "peft"} & set(worker_modules(scripted=True, lora=True))
