@@ -38,6 +38,7 @@ from ..base.runs_folder import SERVICE_FOLDER, find_runs_folder
 from ..models.hardware import TokenPrices
 from ..runtime.actors import ProcessHandle
 from ..runtime.fork_server import ForkServer
+from ..runtime.worker_imports import POLICY_MODULES
 from .service_driver import ServiceDriver, to_log
 from .service_journal import TenantJournal
 from .service_rules import new_service
@@ -60,6 +61,8 @@ from .tenant_books import TenantBooks, keep_tenant_books, tenant_run_name
 WORKERS = {"trainer": ("trainer",), "generator": ("generator",)}
 REFUSED = 3  # exit status of a server whose worker refused
 WORKER_MODULES = (
+    *POLICY_MODULES,
+    "peft",
     "rlbench.service.service_worker",
     "rlbench.service.tenant_trainer",
     "rlbench.service.tenant_generator",

@@ -46,6 +46,5 @@ def modules_of_run(folder: Path) -> tuple[str, ...]:
     from rlbench.loop.config_files import read_config
 
     config = read_config(folder)
-    is_scripted = config.generator == "scripted"
-    needs_torch = not is_scripted and config.clock != "virtual" and config.placement != "ray"
+    needs_torch = config.generator != "scripted" and config.placement != "ray"
     return run_modules(needs_torch, config.lora.rank > 0)
