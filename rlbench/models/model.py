@@ -206,8 +206,8 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
 
 
 def make_name_table() -> None:
-    "Have transformers make its table of renamed weights, which else each process makes as it loads its first model."
-    with suppress(ImportError):  # an older transformers has none
+    "Have transformers make its table of renamed weights, which each process would otherwise make with its first model."
+    with suppress(Exception):  # it only saves time, and other versions of transformers have no such table
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("qwen3")

@@ -44,6 +44,7 @@ from rlbench.workbench.drill_scene import (
     Sign,
     changed_workers,
     children_of,
+    command_of,
     controller_of,
     line_with,
     pool_status,
@@ -135,6 +136,8 @@ def stop_new_workers(scene: Scene, known: set[int]) -> None:
     first = math.inf  # when a child was stopped
     while not (scene.over.wait(0.01) or is_held_enough(scene, time.monotonic() - first)):
         for pid in children_of(scene.controller) - known:
+            if command_of(pid) in (b"", command_of(scene.controller)):
+                continue  # it runs no program of its own yet, and the controller waits until it does
             known.add(pid)
             with suppress(psutil.Error):
                 child = psutil.Process(pid)

@@ -8,7 +8,7 @@ __all__ = ['KEPT', 'POOLED', 'START_REMEDIES', 'SECONDS_OF_UNKNOWN_VERSION', 'AG
            'seconds_per_version', 'controller_of', 'pool_status', 'workers_of', 'zygote_of', 'why_not_sandboxed',
            'work_was_answered', 'scores_by_machine', 'ended_by_machine', 'changed_workers', 'same_environment',
            'environment_processes', 'broken_books', 'wrongly_trained', 'unjust_fates', 'imperfect_verdicts',
-           'describe_change', 'children_of', 'stop_tree', 'wake_stopped', 'wait_until_busy', 'do_nothing']
+           'describe_change', 'children_of', 'command_of', 'stop_tree', 'wake_stopped', 'wait_until_busy', 'do_nothing']
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-imports
 # The run that a drill strikes.
@@ -388,6 +388,14 @@ def children_of(pid: int) -> set[int]:
         with suppress(OSError):  # the process has ended
             found.update(map(int, thread.read_text().split()))
     return found
+
+
+def command_of(pid: int) -> bytes:
+    "The command line of a process, as the kernel keeps it; empty if there is no such process."
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def stop_tree(scene: Scene, process: psutil.Process) -> None:

@@ -46,5 +46,7 @@ def modules_of_run(folder: Path) -> tuple[str, ...]:
     from rlbench.loop.config_files import read_config
 
     config = read_config(folder)
-    needs_torch = config.generator != "scripted" and config.placement != "ray"
+    is_scripted = config.generator == "scripted"
+    has_vllm = config.generator == "vllm" and config.clock == "virtual"  # in the run process, which is a fork
+    needs_torch = not is_scripted and not has_vllm and config.placement != "ray"
     return run_modules(needs_torch, config.lora.rank > 0)

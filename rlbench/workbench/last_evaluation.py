@@ -44,6 +44,7 @@ from ..runtime.checkpoint import POLICY_NOTE, note_policy
 from ..runtime.environment_worker import asks_for_pool
 from ..runtime.fork_server import ForkServer
 from ..runtime.steer import in_force
+from ..runtime.worker_imports import may_be_forked
 from .offline import Evaluated, evaluate_policy
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-reasons
@@ -173,8 +174,9 @@ def evaluate_failed_run(
     main: Callable = evaluation_main,
 ) -> bool:
     """Evaluate the policy that a failed run has saved, once, and report it in run.log. Returns True if there is a new
-    row. `is_stopped`: asked twice a second whether to give up; `server`: the process is a fork of it, else it is
-    spawned; `main`: main function of the process. ValueError for a folder that cannot be read."""
+    row. `is_stopped`: asked twice a second whether to give up; `server`: the process is a fork of it, or spawned
+    where there is none and for vLLM; `main`: main function of the process. ValueError for a folder that cannot be
+    read."""
     if not has_saved_policy(folder):
         return False
     config = in_force(folder)
@@ -186,7 +188,8 @@ def evaluate_failed_run(
     name = config.eval[0].name
     limit = config.deadlines.evaluate
     log_line(f"the saved policy of version {version} is evaluated on {name!r}, within {limit:g} s")
-    measured = measure_in_process(folder, limit, is_stopped, server, main)
+    forks = server if may_be_forked(config, ("generator",)) else None
+    measured = measure_in_process(folder, limit, is_stopped, forks, main)
     if isinstance(measured, str):
         log_line(f"the saved policy could not be evaluated: {measured}")
         return False

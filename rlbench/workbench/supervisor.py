@@ -9,8 +9,8 @@ __all__ = ['LEASE_STATUS', 'START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SI
            'has_saved_weights', 'save_checkpoint_policy', 'clear_weights', 'rescue_in_words', 'silence_of',
            'processes_of_group', 'is_suspended', 'excused_seconds', 'restarts_of', 'supervise', 'end_group',
            'sweep_pool', 'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end',
-           'forget_end', 'begin_server', 'server_in_use', 'server_of_restart', 'start_run_process',
-           'write_report_safely', 'main', 'keep_run', 'watch_run', 'finish_run']
+           'forget_end', 'begin_server', 'usable_server', 'close_unusable', 'start_run_process', 'write_report_safely',
+           'main', 'keep_run', 'watch_run', 'finish_run']
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-imports
 # The supervisor of a run.
@@ -455,12 +455,12 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-evaluate
 def evaluate_end(folder: Path, asked: list, server: ForkServer | None) -> None:
-    """Evaluate the policy that a failed run has saved, in a fork of the server, and copy the new row to the sinks. A
-    signal in `asked` ends the evaluation."""
+    """Evaluate the policy that a failed run has saved, in a fork of the server if there is one, and copy the new row to
+    the sinks. A signal in `asked` ends the evaluation."""
     from rlbench.workbench.last_evaluation import evaluate_failed_run
 
     try:
-        is_measured = evaluate_failed_run(folder, lambda: bool(asked), server)
+        is_measured = evaluate_failed_run(folder, lambda: bool(asked), usable_server(server))
     except Exception:  # the books are closed, and nothing here may change that
         traceback.print_exc()
         return
@@ -542,20 +542,20 @@ def begin_server(folder: Path, fork_here: bool = False) -> ForkServer | None:
     return ForkServer.forked_here(modules) if fork_here else ForkServer(modules)
 
 
-def server_in_use(server: ForkServer | None) -> ForkServer | None:
-    """The server, if it is known to be fit and is alive, else None. Only the first process that uses a server hears
-    whether it is fit, unless it was forked here."""
+def usable_server(server: ForkServer | None) -> ForkServer | None:
+    """The server, if it is known to be fit and is alive, else None. A server with an interpreter of its own tells only
+    the first process that asks whether it is fit: the run process."""
     if server and server.reason == "" and is_listening(server.control):
         return server
     return None
 
 
-def server_of_restart(server: ForkServer | None, folder: Path) -> ForkServer | None:
-    "The server of a run process that was lost, or another one if that has ended, too."
-    found = server_in_use(server)
+def close_unusable(server: ForkServer | None) -> ForkServer | None:
+    "The server, if it is usable; another one ends now, with its imports, and None is returned."
+    found = usable_server(server)
     if server and not found:
         server.close()
-    return found or begin_server(folder)
+    return found
 
 
 def start_run_process(folder: Path, attempt: int, server: ForkServer | None, fork_here: bool = False) -> ProcessHandle:
@@ -600,7 +600,8 @@ def keep_run(folder: Path, attempt: int, is_forked: bool) -> int:
     threading.Thread(target=guard_lease, args=(keeper, leaders), daemon=True).start()  # after the forks
     sidecars = sinks_of(folder)
     cause, server = watch_run(folder, handle, server, attempt, asked, keeper, leaders)
-    status = finish_run(folder, cause, asked, sidecars, server_in_use(server))
+    server = close_unusable(server)
+    status = finish_run(folder, cause, asked, sidecars, server)
     if server:
         server.close()
     release_lease(folder, lease.mark)
@@ -617,7 +618,7 @@ def watch_run(
     leaders: list[int],
 ) -> tuple[str, ForkServer | None]:
     """Watch the run process and restart it as often as `restarts` allows. Returns how the last one ended, in words, and
-    its server."""
+    the server of its workers, which may have ended."""
     first = attempt
     while True:
         cause = supervise(handle, asked, silence_of(folder))
@@ -630,7 +631,7 @@ def watch_run(
         attempt += 1
         restart = attempt - first
         log_error(f"run process lost: {cause}; the run goes on from its newest checkpoint (restart {restart})")
-        server = server_of_restart(server, folder)
+        server = close_unusable(server) or begin_server(folder)
         sweep_pool(folder)
         note_start(folder, os.getpid(), attempt)
         handle = start_run_process(folder, attempt, server)
@@ -641,7 +642,7 @@ def finish_run(
     folder: Path, cause: str, asked: list[int], sidecars: list[subprocess.Popen], server: ForkServer | None
 ) -> int:
     """Close what the run process left open, and write the report. A process that evaluates the policy of a failed run
-    is forked from the server. Returns the exit status of `main`."""
+    is forked from the server, or spawned if there is none. Returns the exit status of `main`."""
     status = read_status(folder)
     is_refused = status.books_closed and remembered_end(folder) is not None
     forget_end(folder)

@@ -27,6 +27,7 @@ from rlbench.views.run_summary import read_summary
 from rlbench.workbench.last_evaluation import evaluate_failed_run, reason_against
 from rlbench.workbench.offline import Evaluated
 
+EVALUATION = "rlbench-evaluation"[:15]  # name of its process
 SMALL = dict(
     batch=64,
     group=8,
@@ -102,7 +103,6 @@ def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     )
     assert "after the run had failed" in (run.folder / "report.html").read_text()
     assert f"after the failure: the saved policy solves {row['avg']:.3f}" in log_of(run)
-    assert "spawned, not forked" not in log_of(run), "its process came out of the run's server"
     assert from_tensorboard(run.folder)["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
     until(lambda: not living_processes(processes), 10)
 
@@ -126,8 +126,11 @@ def test_a_run_without_its_supervisor_is_not_evaluated(tmp_path):
 def test_a_signal_to_the_supervisor_ends_the_evaluation(tmp_path):
     "Somebody who wants the run to be gone does not wait for a figure; the report is still written."
     run, processes = killed(tmp_path, "hurry")
-    until(lambda: "is evaluated on 'held_out'" in log_of(run), 120)  # its process has yet to import torch
-    os.kill(run.status.supervisor, signal.SIGTERM)
+    supervisor = psutil.Process(run.status.supervisor)
+    (evaluation,) = until(lambda: [p for p in supervisor.children(recursive=True) if p.name() == EVALUATION], 120)
+    evaluation.suspend()  # it must not be ready before it is ended
+    assert evaluation.parent().name() == "rlbench-forks", "it is a fork of the run's server"
+    supervisor.terminate()
     until(lambda: not living_processes(processes), 30)
     assert "could not be evaluated: it was stopped by a signal" in log_of(run)
     assert run.state == "failed" and (run.folder / "report.html").exists() and not run.evals["after_failure"].any()
@@ -219,11 +222,11 @@ def test_an_evaluation_that_dies_changes_nothing(tmp_path, capfd, main, words):
 
 
 def test_an_evaluation_that_hangs_is_ended_with_all_it_started(tmp_path, capfd):
-    folder = failed_run(tmp_path, limit=6.0)
+    folder = failed_run(tmp_path, limit=15.0)
     began = time.monotonic()
     assert not evaluate_failed_run(folder, main=hangs)
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
-    assert time.monotonic() - began < 20 and "took longer than deadlines.evaluate = 6 s" in capfd.readouterr().err
+    assert time.monotonic() - began < 30 and "took longer than deadlines.evaluate = 15 s" in capfd.readouterr().err
     until(
         lambda: (
             not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
