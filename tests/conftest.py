@@ -33,6 +33,8 @@ LONGEST = (
     "workbench/16_ablation bench/24_acceptance bench/29_ray_hosts engines/09_vllm planning/08_simulator planning/18_predict"
 ).split()
 ON_HOSTS = tuple(f"process/test_{name}_hosts.py" for name in ("doctor_on", "ranks_on", "ray", "runs_over"))
+STARTED = pytest.StashKey[tuple[float, float]]()  # the clock and the processors' busy seconds as the session starts
+COSTLY_FILES = 25  # that the summary names
 NO_VLLM = "vLLM's CPU build needs the CPU flag avx512f or avx2, and this CPU has neither"
 
 
@@ -46,10 +48,6 @@ def root() -> Path:
 def cache_of_the_session(tmp_path_factory) -> None:
     "What is remembered of other systems' runs stays among the files of the tests, not in the user's cache."
     os.environ.setdefault("RLBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-STARTED = pytest.StashKey[tuple[float, float]]()  # the clock and the processors' busy seconds as the session starts
-COSTLY_FILES = 25
 
 
 def busy_s() -> float:
@@ -69,7 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not config.getoption("numprocesses", None):
         return
     began, busy = config.stash[STARTED]
-    passed_s = time.monotonic() - began
+    elapsed_s = time.monotonic() - began
     files: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -80,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"seconds by file, longest first: {costly}")
     cores = psutil.cpu_count()
     terminalreporter.write_line(
-        f"{cores} processors were busy for {busy_s() - busy:.0f} s of {cores} x {passed_s:.0f} s"
+        f"{cores} processors were busy for {busy_s() - busy:.0f} s of {cores} x {elapsed_s:.0f} s"
     )
 
 

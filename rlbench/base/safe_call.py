@@ -100,8 +100,7 @@ HIDDEN_FRAMES = frozenset({"call_user_function", "call_within", "call", "__call_
 def user_traceback(
     error: BaseException, modules: tuple[str, ...] = HIDDEN_MODULES, frames: frozenset[str] = HIDDEN_FRAMES
 ) -> str:
-    """The traceback of an error, newest call last, from the first frame on that is not one of these `frames` in these
-    `modules`."""
+    "The traceback of an error, newest call last, from the first frame on that is not of these `frames` and `modules`."
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_globals.get("__name__") in modules and tb.tb_frame.f_code.co_name in frames:
         tb = tb.tb_next

@@ -126,7 +126,7 @@ lag_updates | float | optimizer steps | mean largest token lag of a rollout, in 
 """)
 
 _STEPS_DROPPED = parse_columns("""
-discard_count | float | share | discarded attempts (surplus, aborted, stale) of those that ended since the last batch
+discard_count | float | share | discarded training attempts (surplus, aborted, stale) of those since the last batch
 discard_tokens | float | share | the same in response tokens
 unfinished_at_fill | float | share | training rollouts still being written when the batch was full, of those alive then
 drop_bias | float | share | largest of the three below, by size; over the last 20 batches
@@ -161,8 +161,8 @@ learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | share of the training tokens that was padding
 publish_seconds | float | s | from the finished batch to the generators' new weights
-publish_store_seconds | float | s | of that, weights put up for others; null where generators read the trainer's file
-publish_travel_seconds | float | s | of that, the way to the slowest host's file or the slowest generator; null likewise
+publish_store_seconds | float | s | of that, weights put up for other hosts or a broadcast; null where the file is read
+publish_travel_seconds | float | s | of that, weights on the way to the slowest other host or generator; null likewise
 publish_load_seconds | float | s | of that, a generator loading them; null on the virtual clock
 memory_generate | float | bytes | most memory that a generator held (its process; on a GPU, the device)
 memory_train | float | bytes | most memory that the trainer held (its process; on a GPU, the device)

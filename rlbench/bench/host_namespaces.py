@@ -364,8 +364,7 @@ class HostCluster:
 # %% ../../nbs/bench/28_host_namespaces.ipynb #hostns-make
 @contextmanager
 def make_hosts(count: int, hidden: Sequence[str | Path] = (), **options) -> Iterator[HostCluster]:
-    """Hosts 1 to `count` behind one switch, until the block ends. `options`: of `HostCluster`. HostsUnavailable,
-    ValueError."""
+    "Hosts 1 to `count` behind one switch, for a block. `options`: of `HostCluster`. HostsUnavailable, ValueError."
     cluster = HostCluster(count, hidden, **options)
     try:
         yield cluster

@@ -42,8 +42,7 @@ from ..reward import exact
 # %% ../../nbs/bench/32_training_service.ipynb #service-bench-loop
 @dataclass(frozen=True)
 class LoopRecipe:
-    """How a tenant trains: a loss of the API, its optimizer steps a batch, and whether advantages are divided by their
-    deviation."""
+    "How a tenant trains: a loss of the API, its optimizer steps a batch, and whether advantages are normalized."
 
     loss: str
     optimizer_steps: int

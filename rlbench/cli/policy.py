@@ -154,8 +154,8 @@ TargetOption = Annotated[
     str,
     typer.Option(
         "--to",
-        help="policy; a tracker: tensorboard, wandb, trackio; responses for others: verifiers, trl, inspect, jsonl, "
-        "parquet; for a notebook, the folder of its module",
+        help="policy; a tracker: tensorboard, wandb, trackio; responses for other tools: verifiers, trl, inspect, "
+        "jsonl, parquet; for a notebook, the folder of its module",
     ),
 ]
 ForceOption = Annotated[

@@ -232,8 +232,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """Adapters side by side: their additions by fused matrix and layer, and the number of the adapter of each column
-    [C]."""
+    "Adapters side by side: their additions by fused matrix and layer, and the adapter's number of each column [C]."
 
     added: dict[tuple[str, int], LowRank]
     owners: torch.Tensor
@@ -326,8 +325,8 @@ def output_logits(f: FusedWeights, x: torch.Tensor, added: RowAdapters | None = 
 def run_prompts(
     f: FusedWeights, tokens_NT: torch.Tensor, added: RowAdapters | None = None, to_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [layers, 2, N, K, T, D] of padded token rows that start at position 0, and the stream [N T,
-    width] before the last layer, or after it (`to_end`)."""
+    """Keys and values [layers, 2, N, K, T, D] of padded token rows that start at position 0, and the stream
+    [N T, width] before the last layer, or after it (`to_end`)."""
     s = f.shape
     n, t = tokens_NT.shape
     added = added and added.repeat_rows(t)

@@ -248,8 +248,7 @@ class TinkerGenerator:
         return results
 
     def read_answer(self, sent: PromisedSample) -> Result:
-        """The result of an answered request. Raises what the client raises, and ValueError for an answer without
-        numbers."""
+        "The result of an answered request. Raises as the client does, and ValueError for an answer without numbers."
         answer = sent.future.result()
         sequence = answer.sequences[0]
         tokens, logprobs = sequence.tokens, sequence.logprobs

@@ -174,8 +174,7 @@ def kept_words(core: VllmCore, sequences: Iterable[VllmSequence]) -> dict[str, t
 
 
 def note_output(sequence: VllmSequence, output, kept: Mapping[str, tuple[int, np.ndarray]], version: int) -> int:
-    """Write down what vLLM reports of a sequence; returns how many tokens of its prompt were in the cache, the first
-    time."""
+    "Write down what vLLM reports of a sequence; returns how much of its prompt was in the cache, the first time."
     sequence.note_kept(kept, len(output.new_token_ids))
     sequence.write_output(output, version)
     was_silent, sequence.silent = sequence.silent, False

@@ -77,8 +77,7 @@ class ForeignSource:
         return ""
 
     def state_at(self, now: float) -> str:
-        """running or finished, at a time in seconds since 1970. A run that says nothing of its end runs while it is
-        written."""
+        "running or finished, at a time in seconds since 1970. A run that tells no end runs while it is written."
         goes_on = not self.ended and now - self.written < ALIVE_SECONDS
         return "running" if goes_on else "finished"
 

@@ -142,8 +142,7 @@ def forget_waiting(state: LoopState, ids: set[int]) -> None:
 
 
 def stop_scoring(rollouts: list[RolloutState], actions: list) -> None:
-    """Ask the environments to stop scoring these. Those of a lost environment are with a scorer, and answer by
-    themselves."""
+    "Ask the environments to stop scoring these. A scorer has those of a lost environment, and answers by itself."
     keys_by_actor: dict[str, list[tuple[int, int]]] = {}
     for rollout in rollouts:
         if rollout.status == "scoring" and rollout.environment:

@@ -172,8 +172,7 @@ def _hold_back_unsent(state: LoopState, rollouts: list[RolloutState], actions: l
 
 
 def act_on_stop(state: LoopState, rollout: RolloutState, group: GroupState, then: str, actions: list) -> None:
-    """A response was stopped. By `then` its rollout leaves the group, starts again from nothing, or waits with its
-    tokens."""
+    "A stopped response. By `then` its rollout leaves the group, starts again from nothing, or waits with its tokens."
     if then == "surplus":
         fate = Fate.ABORTED if rollout.reason is StopReason.ABORTED else Fate.SURPLUS
         end_rollout(state, rollout, group, fate, actions)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate_model', 'Policy', 'stop_tokens', 'context_length', 'quiet_library',
-           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'make_name_table', 'own_weights',
+           'load_tokenizer', 'check_causal', 'model_config', 'load_policy', 'make_weight_name_table', 'own_weights',
            'load_texts', 'encode_prompt', 'encode_prompts', 'checked_prompt', 'render_messages', 'checked_ids',
            'decode_response', 'encode_response', 'rendered_observation', 'encode_observation', 'head_logits',
            'check_head', 'Fp32Linear', 'fp32_head', 'KeptTokens', 'kept_tokens', 'apply_mask', 'chunk_logprobs',
@@ -205,7 +205,7 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
     return Policy(name, own_weights(model).to(device).eval(), tokenizer, stop, pad, context_length(model, tokenizer))
 
 
-def make_name_table() -> None:
+def make_weight_name_table() -> None:
     "Have transformers make its table of renamed weights, which each process would otherwise make with its first model."
     with suppress(Exception):  # it only saves time, and other versions of transformers have no such table
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

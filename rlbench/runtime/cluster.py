@@ -208,8 +208,7 @@ class WorkerPlace:
 
 
 def assign_places(wants: Mapping[str, ActorNeeds], free: list[WorkerPlace]) -> dict[str, WorkerPlace]:
-    """A free place with the right amounts for each worker, as far as there are any, in the order of the hosts'
-    addresses."""
+    "A free place with the right amounts for each worker, as far as there are any, by the hosts' addresses."
     left = sorted(free, key=lambda place: (place.host.address, place.bundle.index))
     places: dict[str, WorkerPlace] = {}
     for worker, needs in wants.items():

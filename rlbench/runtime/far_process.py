@@ -14,7 +14,7 @@ __all__ = ['MAX_MESSAGES', 'GATHER_S', 'END_SECONDS', 'FarFacts', 'ForkPlace', '
 # What always holds:
 #   * The main function, its arguments and its process are those of a local worker.
 #   * Requests reach it in the order in which they were posted; results leave in the order in which they were sent.
-#   * Both are pickled by the process that made them and unpickled by the one that reads them: bytes in between.
+#   * The process that made them pickles both, and the one that reads them unpickles them; in between they are bytes.
 #   * Ray never starts it again by itself: the loop decides about restarts.
 #   * The worker ends when its Ray actor does, killed or not: its pipe is closed then.
 #   * Messages of a worker that has ended are still delivered, then how it ended, then an empty list.

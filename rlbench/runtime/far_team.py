@@ -43,8 +43,7 @@ class RankBeat(Beat):
 
 
 def describe_ends(ends: Mapping[str, str]) -> str:
-    """Why a team is lost, from how its ranks ended, by name. Killed processes come first: those that only exit follow
-    others."""
+    "Why a team is lost, from how its ranks ended, by name. Killed ones come first: those that exit follow others."
     ordered = sorted(ends, key=lambda name: "exit status" in ends[name])
     return "; ".join(f"{name}: {ends[name]}" for name in ordered)
 

@@ -202,8 +202,7 @@ class Publishing:
         return self.hosts.version_for(worker, self.written)
 
     def transport_weights(self) -> None:
-        """Bring what the trainer has handed over to all generators. A broadcast is asked for together with the
-        hand-over."""
+        "Bring what the trainer has handed over to all generators. A broadcast is asked for with the hand-over."
         run = self.run
         generators = [name for name in run.workers.handles if run.workers.has_generator(name)]
         if self.groups is None:

@@ -30,7 +30,7 @@ POLICY_MODULES = (  # of workers with a model
     "transformers.models.encoder_decoder",
     "transformers.models.auto.tokenization_auto",
     "rlbench.loop.packing",
-    "rlbench.models.model:make_name_table",
+    "rlbench.models.model:make_weight_name_table",
     "rlbench.engines.torch",
     "rlbench.training.trainer",
     "rlbench.training.weight_transport",

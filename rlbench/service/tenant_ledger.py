@@ -383,8 +383,7 @@ class TenantLedger:
 
 # %% ../../nbs/service/32_tenant_ledger.ipynb #tenant-ledger-columns
 def is_scoring(order: Sample) -> bool:
-    """True for a request for the log-probabilities of its prompt: the client's `compute_logprobs` draws one token for
-    it."""
+    "True for a request for log-probabilities of its prompt: `compute_logprobs` of the client draws one token."
     return order.prompt_logprobs and order.params.max_tokens == 1 and order.samples == 1
 
 

@@ -122,8 +122,7 @@ MOST_WAIT = timedelta(days=1000)  # for a job: a run may be paused for long
 
 
 def needs_others(method: Callable) -> Callable:
-    """A method of `Team` in which all ranks take part: a rank for which it fails ends, since the others would wait for
-    it."""
+    "A method of `Team` in which all ranks take part: a rank for which it fails ends, since the others would wait."
 
     @functools.wraps(method)
     def with_others(team: "Team", *args):

@@ -304,8 +304,7 @@ class TinkerTrainer:
         start_RT: np.ndarray | None,
         before_RT: torch.Tensor | None,
     ) -> tuple[MicroMetrics, np.ndarray]:
-        """Measurements of some rows at log-probabilities `now_RT`, and the slopes of the loss there, [R, T] over all
-        rows."""
+        "Measurements of some rows at log-probabilities `now_RT`, and the loss's slopes there, [R, T] over all rows."
         micro = cut_rows(arrays, rows, torch.device("cpu"), self.objective.old)
         width = micro.mask_RT.shape[1]
 

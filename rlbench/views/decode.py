@@ -43,8 +43,7 @@ def tokenizer_file(folder: str | Path, model: str) -> Path | None:
 
 
 def load_decoder(folder: str | Path | RunReader) -> Decoder | None:
-    """Token ids to text, special tokens included, with the tokenizer of a run; None if it cannot be loaded or is not
-    known."""
+    "Token ids to text, special tokens included, with a run's tokenizer; None if it cannot be loaded or is unknown."
     try:
         reader = reader_of(folder)
         names_model = "model" in reader.config.model_fields_set

@@ -91,8 +91,7 @@ def response_order(reader: RunReader) -> "pl.DataFrame":
 
 
 def exported_step(rows: "pl.DataFrame") -> "pl.Expr":
-    """The step of each row: what the training made of it, else what the source says, else the version that was
-    evaluated."""
+    "The step of each row: what the training made of it, else what the source says, else the evaluated version."
     import polars as pl
 
     trained = pl.when(pl.col("trained_at") > 0).then(pl.col("trained_at"))

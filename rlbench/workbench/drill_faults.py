@@ -130,14 +130,14 @@ def hold_starts(scene: Scene) -> None:
 
 
 def stop_new_workers(scene: Scene, known: set[int]) -> None:
-    """Stop every child of the controller whose process id is not `known`; a child that was ready for programs already
-    is killed. It ends `HELD_SECONDS` after the first one was stopped, or later, when the pool has asked for a second
-    start."""
+    """Stop every child of the controller whose process id is not `known` as soon as it runs its own program; a child
+    that was ready for programs already is killed. It ends `HELD_SECONDS` after the first one was stopped, or later,
+    when the pool has asked for a second start."""
     first = math.inf  # when a child was stopped
     while not (scene.over.wait(0.01) or is_held_enough(scene, time.monotonic() - first)):
         for pid in children_of(scene.controller) - known:
             if command_of(pid) in (b"", command_of(scene.controller)):
-                continue  # it runs no program of its own yet, and the controller waits until it does
+                continue  # it is still the controller's copy, and the controller waits for its program
             known.add(pid)
             with suppress(psutil.Error):
                 child = psutil.Process(pid)

@@ -19,7 +19,7 @@ __all__ = ['SUPERVISOR_MODULES', 'run_modules', 'modules_of_run']
 # Does not: import anything itself. A module that is missing here is imported by each process that needs it.
 from pathlib import Path
 
-from ..runtime.worker_imports import worker_modules
+from ..runtime.worker_imports import may_be_forked, worker_modules
 
 # %% ../../nbs/workbench/00_imports_ahead.ipynb #imports-ahead-lists
 SUPERVISOR_MODULES = (  # of supervisor and run process; not polars, which starts threads
@@ -47,6 +47,7 @@ def modules_of_run(folder: Path) -> tuple[str, ...]:
 
     config = read_config(folder)
     is_scripted = config.generator == "scripted"
-    has_vllm = config.generator == "vllm" and config.clock == "virtual"  # in the run process, which is a fork
-    needs_torch = not is_scripted and not has_vllm and config.placement != "ray"
+    # on the virtual clock the run process, which is a fork, generates itself
+    bears_fork = config.clock == "real" or may_be_forked(config, ("generator",))
+    needs_torch = not is_scripted and bears_fork and config.placement != "ray"
     return run_modules(needs_torch, config.lora.rank > 0)

@@ -174,9 +174,8 @@ def evaluate_failed_run(
     main: Callable = evaluation_main,
 ) -> bool:
     """Evaluate the policy that a failed run has saved, once, and report it in run.log. Returns True if there is a new
-    row. `is_stopped`: asked twice a second whether to give up; `server`: the process is a fork of it, or spawned
-    where there is none and for vLLM; `main`: main function of the process. ValueError for a folder that cannot be
-    read."""
+    row. `is_stopped`: asked twice a second whether to give up; `server`: the process is a fork of it, or spawned if
+    there is none and for vLLM; `main`: its main function. ValueError for a folder that cannot be read."""
     if not has_saved_policy(folder):
         return False
     config = in_force(folder)

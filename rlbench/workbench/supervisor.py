@@ -551,7 +551,7 @@ def usable_server(server: ForkServer | None) -> ForkServer | None:
 
 
 def close_unusable(server: ForkServer | None) -> ForkServer | None:
-    "The server, if it is usable; another one ends now, with its imports, and None is returned."
+    "The server, if it can be used; any other is ended, with all that it has imported, and None comes back."
     found = usable_server(server)
     if server and not found:
         server.close()

@@ -24,6 +24,7 @@ from rlbench.runtime.actors import Refused
 from rlbench.runtime.checkpoint import POLICY_NOTE
 from rlbench.views.report import write_report
 from rlbench.views.run_summary import read_summary
+from rlbench.workbench import last_evaluation
 from rlbench.workbench.last_evaluation import evaluate_failed_run, reason_against
 from rlbench.workbench.offline import Evaluated
 
@@ -226,13 +227,27 @@ def test_an_evaluation_that_hangs_is_ended_with_all_it_started(tmp_path, capfd):
     began = time.monotonic()
     assert not evaluate_failed_run(folder, main=hangs)
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
-    assert time.monotonic() - began < 30 and "took longer than deadlines.evaluate = 15 s" in capfd.readouterr().err
+    assert time.monotonic() - began < 29 and "took longer than deadlines.evaluate = 15 s" in capfd.readouterr().err
     until(
         lambda: (
             not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
         ),
         5,
     )
+
+
+@pytest.mark.parametrize(("generator", "is_forked"), [("torch", True), ("vllm", False)])
+def test_an_evaluation_is_forked_from_the_server_unless_vllm_generates(tmp_path, monkeypatch, generator, is_forked):
+    "The libraries of vLLM do not bear a fork."
+    folder = failed_run(tmp_path)
+    (folder / "config.toml").write_text(to_toml(load_config("tiny", {"generator": generator})))
+    seen = []
+    monkeypatch.setattr(last_evaluation, "ProcessHandle", lambda *_, server, **named: seen.append(server))
+    monkeypatch.setattr(last_evaluation, "wait_for_evaluation", lambda *_: "it was not begun")
+    monkeypatch.setattr(last_evaluation, "end_evaluation", lambda handle: None)
+    server = object()
+    assert not evaluate_failed_run(folder, server=server)
+    assert seen == [server if is_forked else None]
 
 
 def test_who_is_not_evaluated_and_why(tmp_path, capfd):

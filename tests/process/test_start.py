@@ -18,6 +18,7 @@ import rlbench as rl
 from rlbench.base.neighbours import live_runs
 from rlbench.base.status import living_processes
 from rlbench.bench.start import writes_again
+from rlbench.loop.config_files import load_config, to_toml
 from rlbench.runtime.actors import ProcessHandle
 from rlbench.runtime.fork_server import ForkServer, ServerDesk, borrow_server, is_read_at_import, warm_server
 from rlbench.runtime.worker_imports import may_be_forked, worker_modules
@@ -302,6 +303,42 @@ def test_workers_without_a_model_need_no_torch():
     "The server of a scripted run imports what its workers import."
     assert not {"torch", "peft"} & set(worker_modules(scripted=True, lora=True))
     assert {"torch", "peft"} <= set(worker_modules(scripted=False, lora=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_torch"),
+    [
+        ({}, True),
+        ({"clock": "virtual"}, True),
+        ({"clock": "virtual", "generator": "vllm"}, False),
+        (WITHOUT_MODEL, False),
+    ],
+    ids=["real clock", "virtual clock", "vLLM in the run process", "scripted"],
+)
+def test_the_run_process_finds_torch_imported_if_it_bears_it(tmp_path, settings, has_torch):
+    "On the virtual clock the run process generates and trains itself; one with vLLM in it must not be such a fork."
+    (tmp_path / "config.toml").write_text(to_toml(load_config("tiny", settings)))
+    assert ("torch" in modules_of_run(tmp_path)) == has_torch
+
+
+LOADS_WHAT_A_RUN_IMPORTS = """
+import ast, inspect, sys
+from rlbench.runtime.fork_server import import_ahead
+from rlbench.workbench import supervisor
+from rlbench.workbench.imports_ahead import run_modules
+assert import_ahead(run_modules(needs_torch=False)) == ""
+for function in (supervisor.run_main, supervisor.drive_run, supervisor.sweep_pool, supervisor.note_diagnosis):
+    for node in ast.walk(ast.parse(inspect.getsource(function))):
+        if isinstance(node, ast.ImportFrom) and node.module not in sys.modules:
+            print(node.module)
+print("polars" in sys.modules)
+"""
+
+
+def test_what_a_run_process_and_its_end_import_is_imported_ahead(script):
+    "Else each run would import it anew. Polars, which starts threads, is not."
+    out, err = script(LOADS_WHAT_A_RUN_IMPORTS).communicate(timeout=400)
+    assert out.split() == ["False"], err
 
 
 def test_only_what_imports_read_asks_for_another_server():

@@ -80,7 +80,8 @@ def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
             os.kill(engine, signal.SIGKILL if struck else signal.SIGCONT)
         time.sleep(0.2)
     status = r.status
-    assert struck and status.state == "finished" and status.version == 12 and status.books_closed, status.reason
+    assert struck, "the first engine was never seen with something to finish"
+    assert status.state == "finished" and status.version == 12 and status.books_closed, status.reason
     events = read_table(r.folder, "events")
     wrote = {json.loads(f)["actor"] for f in events.filter(pl.col("kind") == "Generate")["fields"]}
     assert wrote == {"generator-1", "generator-2"}
