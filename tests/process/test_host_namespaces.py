@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -99,6 +100,15 @@ def test_a_slow_link_takes_the_time_that_its_rate_says(hosts):
     assert fetch(hosts, size)[1] < 1.2
 
 
+def sleeps(host) -> bool:
+    "Is one of a host's processes the program `sleep`? A process may end while it is looked at."
+    for process in host.processes():
+        with suppress(psutil.NoSuchProcess):
+            if process.name() == "sleep":
+                return True
+    return False
+
+
 def test_signals_and_statuses_pass(hosts):
     with pytest.raises(RuntimeError, match="status 7"):
         hosts.host(2).run(["sh", "-c", "exit 7"])
@@ -108,12 +118,12 @@ def test_signals_and_statuses_pass(hosts):
     started.send_signal(signal.SIGINT)
     assert started.wait(10) == 5
     started = hosts.host(2).popen(["sleep", "60"])
-    while not any(process.name() == "sleep" for process in hosts.host(2).processes()):
+    while not sleeps(hosts.host(2)):
         time.sleep(0.01)
     started.kill()
     started.wait(10)
     deadline = time.monotonic() + 5
-    while any(process.name() == "sleep" for process in hosts.host(2).processes()):
+    while sleeps(hosts.host(2)):
         assert time.monotonic() < deadline, "the command outlives the process that stands for it"
         time.sleep(0.01)
 
