@@ -101,7 +101,7 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, MOST_KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, 8 * MOST_KEPT_BYTES)
 
-
+# %% ../../nbs/engines/08_vllm_engine.ipynb #vllmengine-quiet
 @contextmanager
 def hide_output() -> Iterator[None]:
     "Keep what Python and native code print out of sight; an error carries the last 20 lines of it."
