@@ -14,7 +14,7 @@ __all__ = ['run_facts', 'evaluated_version_note', 'result_lines', 'books_table',
 #   * A rate that is not of the newest version says of which version it is.
 #   * What the folder does not hold is left out; nothing is guessed.
 #
-# It changes nothing in the folder. The page with all figures is `views/02_report`.
+# It changes nothing in the folder. The page with all figures is `views/16_report`.
 from typing import TYPE_CHECKING
 
 from rich.console import Console

@@ -115,7 +115,8 @@ def check_ended(runs: "list[Run]") -> None:
     live = {name: state for name, state in states.items() if state not in NOT_LIVE}
     if live:
         listed = "; ".join(f"{name!r} is {state}" for name, state in live.items())
-        raise ValueError(f"run: {listed}; stop it first: rlbench stop {' '.join(live)}")
+        remedy = "; ".join(f"rlbench stop {name}" for name in live)
+        raise ValueError(f"run: {listed}; stop it first: {remedy}")
 
 
 def choose_ended_runs(names: list[str], runs: str | Path) -> "list[Run]":

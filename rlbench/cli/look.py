@@ -10,7 +10,7 @@ __all__ = ['SortOption', 'WhereOption', 'WithTagOption', 'ArchivedOption', 'Line
            'parse_mapping', 'opened_steps', 'write_report_page', 'serve_panel']
 
 # %% ../../nbs/cli/05_look.ipynb #look-imports
-# The verbs that look: ls, show, log, why, hosts, report, serve.
+# The verbs that look: ls, show, log, why, hosts, open, report, serve.
 #
 # What always holds:
 #   * They read the run folder and ask the run's process nothing.

@@ -6,14 +6,14 @@
 __all__ = ['LOW_BYTES', 'IN_LOG', 'LOOK_SECONDS', 'LINE_SECONDS', 'clock_text', 'share_text', 'rate_with_error',
            'remaining_seconds', 'headline', 'disk_text', 'held_out_rows', 'preflight_rows', 'diagnosis_rows',
            'served_text', 'length_text', 'queue_text', 'queue_row', 'work_text', 'recent_rows', 'progress_rows',
-           'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_left_alone']
+           'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_unwatched']
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-imports
 # A run while it is under way, in a few lines, until it has ended.
 #
 # What always holds:
 #   * The lines come from the run folder alone, each look from one reader.
-#   * Ctrl-C asks the run to stop and goes on watching; a second Ctrl-C leaves the run alone.
+#   * Ctrl-C asks the run to stop and goes on watching; a second Ctrl-C ends the watch, not the run.
 #   * Rates are of the newest ten steps, so they follow the run without jumping.
 #
 # It steers nothing but the stop on Ctrl-C, and it does not describe how a run ended (`endings`).
@@ -272,8 +272,7 @@ def watch_run(run: "Run", screen: Console, quiet: bool = False) -> None:
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-follow
 def follow_run(run: "Run", screen: Console, quiet: bool = False) -> str:
-    """Show progress until the run has ended. The first Ctrl-C asks the run to stop, the second leaves it alone. Returns
-    its state."""
+    "Show progress until the run has ended. The first Ctrl-C stops it, the second ends the watch. Returns its state."
     interrupts = 0
 
     def on_interrupt(*_) -> None:
@@ -283,20 +282,19 @@ def follow_run(run: "Run", screen: Console, quiet: bool = False) -> str:
             raise KeyboardInterrupt
         if run.state not in NOT_LIVE:
             run.stop(author="Ctrl-C")
-        screen.print(
-            "stopping: the batch in training is finished and the books are closed (Ctrl-C again leaves the run alone)"
-        )
+        screen.print("stopping after the batch in training (Ctrl-C again: stop watching, and the run still stops)")
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         watch_run(run, screen, quiet)
     except KeyboardInterrupt:
-        print_left_alone(run, screen)
+        if run.state not in NOT_LIVE:
+            print_unwatched(run, screen)
     finally:
         signal.signal(signal.SIGINT, before)
     return run.state
 
 
-def print_left_alone(run: "Run", screen: Console) -> None:
-    "Say that the run goes on without a watcher."
-    screen.print(f"left alone; look with: rlbench show {run.name}")
+def print_unwatched(run: "Run", screen: Console) -> None:
+    "Say that the run is live and nobody watches it here."
+    screen.print(f"not watched any more; look with: rlbench show {run.name}")

@@ -17,6 +17,7 @@ __all__ = ['ModelOption', 'HostOption', 'PortOption', 'KeyOption', 'KeysOption',
 #   * Exit status 1 if the service ended by itself.
 #
 # It starts no process itself and does not know the protocol: `service.serve_tinker` does.
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +55,7 @@ ServiceNameOption = Annotated[
 AliasOption = Annotated[
     list[str] | None, typer.Option("--alias", help="another name that clients may give for the policy; repeat for more")
 ]
-SlotsOption = Annotated[int, typer.Option(help="responses that are written at once")]
+SlotsOption = Annotated[int, typer.Option(help="responses generated at the same time")]
 ContextOption = Annotated[int, typer.Option(help="tokens of prompt and response together, at most")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda")]
 EngineOption = Annotated[str, typer.Option(help="what samples: torch or vllm")]
@@ -141,5 +142,5 @@ def wait_for_end(service: "TinkerService", as_json: bool) -> None:
         service.stop()
         if is_asked and not as_json:
             print_text(f"stopped; to go on with its models and keys: rlbench tinker --name {service.name}", flush=True)
-    print_text(f"the service has ended; its log: {service.folder / 'service.log'}")
+    print_text(f"the service has ended; its log: {service.folder / 'service.log'}", file=sys.stderr)
     raise typer.Exit(1)

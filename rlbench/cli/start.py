@@ -15,7 +15,8 @@ __all__ = ['SourceArgument', 'FieldsOption', 'NameOption', 'TagsOption', 'NoteOp
 # What always holds:
 #   * What would be refused is refused before a folder exists or a process starts.
 #   * With --json, progress and ending go to standard error, and the facts of the run come last on standard output.
-#   * Exit status 0 if the run finished or was stopped, 1 if it failed or died. For `attach`, 0 also if it goes on.
+#   * Exit status 0 if the run finished or was stopped, else 1, also after a second Ctrl-C. For `attach`, 0 also if
+#     it goes on.
 #
 # It does not prepare runs and starts no process itself: `workbench` does.
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.console import Console
 from ..base.runs_folder import list_run_folders, shown_path
 from ..base.tenants import read_owner
 from .endings import print_ending, print_lines, run_facts
-from .progress import follow_run, print_left_alone, watch_run
+from .progress import follow_run, print_unwatched, watch_run
 from rlbench.cli.terminal import (
     NOT_LIVE,
     DetachOption,
@@ -162,7 +163,7 @@ def attach_run(name: RunName, quiet: QuietOption = False, runs: RunsOption = "",
         with exit_on_refusal():
             watch_run(run, screen, quiet)
     except KeyboardInterrupt:
-        print_left_alone(run, screen)
+        print_unwatched(run, screen)
     state = run.state
     print_final_state(run, state, screen, as_json, {})
     raise typer.Exit(int(state in ("failed", "dead")))

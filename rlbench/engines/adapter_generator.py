@@ -75,7 +75,7 @@ def check_adapter(f: FusedWeights, weights: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         layer, _, _ = name.rpartition(".lora_")
         if layer not in shapes or name not in (layer + A, layer + B):
-            raise ValueError(f"adapter: {name} belongs to no layer that can have one; its model is another one")
+            raise ValueError(f"adapter: {name} fits no layer of this model; load an adapter that was trained on it")
         out, inner = shapes[layer]
         is_down = name.endswith(A)
         size = tensor.shape[1] if is_down else tensor.shape[0]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEUTRAL', 'IGNORED', 'READ', 'ROLES', 'bad_request_type', 'bad_request', 'ResponseWish', 'check_fields', 'is_number',
-           'read_number', 'read_texts', 'read_limit', 'wish_of', 'is_text_part', 'text_of', 'plain_message',
+           'read_number', 'read_texts', 'read_ids', 'read_limit', 'wish_of', 'is_text_part', 'text_of', 'plain_message',
            'plain_messages', 'join_contents']
 
 # %% ../../nbs/engines/10_client_requests.ipynb #wish-imports
@@ -167,6 +167,14 @@ def read_texts(asked: Mapping, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def read_ids(asked: Mapping, name: str) -> tuple[int, ...]:
+    "A list of token ids among the fields, as a tuple. A bad request for anything else."
+    found = asked.get(name) or ()
+    if not isinstance(found, (list, tuple)) or not all(type(each) is int for each in found):
+        raise bad_request(name, f"{found!r} is not a list of token ids; give whole numbers")
+    return tuple(found)
+
+
 def read_limit(asked: Mapping, free_tokens: int) -> int:
     "The most tokens of a response: `max_completion_tokens`, else `max_tokens`, else all that are free."
     limit = asked.get("max_completion_tokens")
@@ -188,13 +196,12 @@ def wish_of(asked: Mapping, free_tokens: int) -> ResponseWish:
         max(0, top_k),
         read_limit(asked, free_tokens),
     )
-    ids = asked.get("stop_token_ids") or ()
     return ResponseWish(
         sampling,
         n=read_number(asked, "n", 1, 1, 4096, whole=True),
         seed=read_number(asked, "seed", None, -(2**63), 2**64, whole=True),
         stop=read_texts(asked, "stop"),
-        stop_ids=tuple(int(each) for each in ids),
+        stop_ids=read_ids(asked, "stop_token_ids"),
         endless=bool(asked.get("ignore_eos")),
         logprobs=asked.get("logprobs") is not None and asked.get("logprobs") is not False,
         timeout=read_number(asked, "timeout", None, 0),

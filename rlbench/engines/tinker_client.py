@@ -269,7 +269,8 @@ class TinkerGenerator:
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         if self.failed_in_a_row >= MOST_FAILURES:
             raise ConnectionError(
-                f"tinker: the server failed {self.failed_in_a_row} requests in a row, the last with {words}"
+                f"tinker: the server failed {self.failed_in_a_row} requests in a row, the last with {words}; read the "
+                "server's log, then resume the run"
             ) from error
         self.report(f"tinker: the response of rollout {sent.request.key[0]} is given up: {words}")
         return self.aborted_result(sent.request, time.perf_counter() - sent.sent_at)

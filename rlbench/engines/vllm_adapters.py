@@ -62,11 +62,14 @@ class VllmAdapterGenerator(VllmGenerator):
         "Serve an adapter under a number, from 1 on, in place of an earlier one. ValueError if it cannot be served."
         if HEAD + A in adapter.weights:
             raise ValueError(
-                "lora_config: vLLM serves no adapter of an output layer that is tied to the embedding; set "
+                "lora_config: vLLM serves no adapter of the output layer; set "
                 "train_unembed = false, or use the torch generator"
             )
         if adapter.rank > self.most_rank:
-            raise ValueError(f"rank: {adapter.rank} is above {self.most_rank}, which this generator was started for")
+            raise ValueError(
+                f"rank: {adapter.rank} is above {self.most_rank}, which this generator was started for; start it with "
+                f"most_rank = {adapter.rank}"
+            )
         self.write_adapter(number, adapter)
         self.finish_started_steps()
         self.core.engine.add_lora(self.request_of(number, in_place=number in self.adapters))

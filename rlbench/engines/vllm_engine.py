@@ -95,7 +95,7 @@ MOST_KEPT_BYTES = 32 * 2**20
 
 def keep_freed_memory() -> None:
     """Let this process reuse freed memory in pieces of up to 32 MiB. By itself glibc gives pieces of megabytes back
-    to the system each time, until it has learnt better or not: logits of 8 MB then cost half of a step."""
+    to the system each time, and takes them again at the next step: for logits of 8 MB that is half of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MOST_KEPT_BYTES)

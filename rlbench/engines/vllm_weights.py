@@ -144,7 +144,9 @@ def require_all_weights() -> Iterator[None]:
         logger.setLevel(level)
         logger.propagate = True
     if missing := [line for line in lines if "not loaded" in line]:
-        raise RuntimeError(f"weights: vLLM took only part of them: {missing[0]}")
+        raise RuntimeError(
+            f'weights: vLLM took only part of them: {missing[0]}; set generator = "torch", or take another vLLM'
+        )
 
 # %% ../../nbs/engines/06_vllm_weights.ipynb #vllmweights-loader
 class WeightLoader:

@@ -30,7 +30,7 @@ class Called:
 
     call: int
     tenant: str
-    request: object  # a record of tinker_requests
+    request: object  # a record of tinker_calls
     fresh: str = ""  # letters that no other call has, for a name that is needed
     at: float = 0.0
     body_bytes: int = 0  # of the request as it came: what the journal keeps of it

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..base.runs_folder import SERVICE_FOLDER
 from ..base.tenants import read_owner
-from .service_events import RequestKept, ResultKept
+from .service_events import EndKept, RequestKept, ResultKept
 from .service_journal import JournalEntry, read_body, read_entries
 from rlbench.service.service_records import (
     CreateModel,
@@ -83,11 +83,14 @@ class TenantReplayer:
         self.folder = folder
         self.saved: dict[str, str] = {}  # address -> folder here
         self.saves: list[ReplayedSave] = []
+        self.ended: list[str] = []  # models that still have a place, and sessions, which have none
         self.requests = 0
 
     def do_again(self, endpoint: str, body: bytes, result: ResultKept) -> None:
         "Do one request again. RuntimeError if it fails now."
         request = read_request(endpoint, body, self.bounds)
+        if request.kind == "create_model":
+            self.unload_ended()
         order = self.order_of(request, result)
         answer = self.trainer.answer(order)
         if isinstance(answer, OrderFailed):
@@ -95,6 +98,12 @@ class TenantReplayer:
         self.requests += 1
         if isinstance(order, (SaveModel, ExportAdapter)):
             self.saves.append(ReplayedSave(result.model, result.seq, result.digest, answer.value.digest))
+
+    def unload_ended(self) -> None:
+        "Unload the models that have ended. Until then, results of theirs may still follow in the journal."
+        for name in self.ended:
+            self.trainer.answer(UnloadModel(self.requests, name))
+        self.ended.clear()
 
     def order_of(self, request: object, result: ResultKept) -> object:
         "The order to the trainer that carries a request out. ValueError for weights that the journal did not save."
@@ -106,8 +115,6 @@ class TenantReplayer:
                 return ForwardBackward(number, model, request.data, request.loss, request.config, request.forward_only)
             case "optim_step":
                 return OptimStep(number, model, request.adam)
-            case "unload_model":
-                return UnloadModel(number, model)
             case "load_weights":
                 if request.address not in self.saved:
                     raise ValueError(f"replay: {request.address} was not saved by the requests of this journal")
@@ -131,6 +138,8 @@ def replay_journal(journal: Path, trainer, bounds: RequestBounds, tenant: str) -
                 case ResultKept(message="") as result:
                     kept = asked[model_promise(result.model, result.seq)]
                     replayer.do_again(kept.entry.endpoint, read_body(journal, kept), result)
+                case EndKept(name=name):
+                    replayer.ended.append(name)
     return TenantReplay(tenant, replayer.requests, tuple(replayer.saves))
 
 

@@ -13,7 +13,7 @@ __all__ = ['SAMPLING', 'on_create_sampler', 'open_sampler', 'on_sampler_info', '
 #
 # What always holds:
 #   * A sample is sent behind the order that loads its adapter, so a generator always knows the weights.
-#   * No generator is asked for more than `decode_depth` times its slots, unless one request alone is larger.
+#   * A generator with `decode_depth` times its slots or more gets no further request; the last one may exceed it.
 #   * A tenant's unfinished samples hold at most its quota of tokens; beyond it the client hears 429 and waits.
 #   * A sample that a generator is lost over is sent again with the same seed; after `tries` losses it has failed.
 #   * Unnamed snapshots beyond the newest `snapshots` of a model are deleted once nothing samples from them.
@@ -168,7 +168,8 @@ def why_no_sample(
     if request.tokens > tenant.quota.tokens_in_flight:
         return Refusal(
             400,
-            f"quota: the request may take {request.tokens} tokens; {tenant.quota.tokens_in_flight} may be in flight",
+            f"quota: the request may take {request.tokens} tokens; {tenant.quota.tokens_in_flight} may be in flight; "
+            "ask for fewer samples, or lower max_tokens",
         )
     waiting = sum(len(each.samples) for each in state.tenants.values())
     if waiting >= state.rules.waiting_samples:

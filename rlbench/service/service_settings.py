@@ -12,7 +12,7 @@ __all__ = ['FOLDER_NAME', 'KEY_PREFIX', 'SHORTEST_KEY', 'LAST_PORT', 'TenantSett
 # What always holds:
 #   * A tenant's name can name a run folder; no two tenants have the same key.
 #   * A key begins with "tml-": the official client refuses any other. One that is made has 192 random bits.
-#   * Keys are in one file of mode 0600, and in no other file, log or message.
+#   * The service keeps keys in one file of mode 0600, and writes them into no log and no error.
 #   * An unknown field is an error that names it and the known ones.
 #
 # This module starts nothing.
@@ -94,7 +94,7 @@ def tenant_of_table(name: str, table: object, made: Mapping[str, str]) -> Tenant
     "One table of a keys file."
     check_name(name, f"[{name}]")
     if not isinstance(table, dict):
-        raise ValueError(f"{name}: {table!r} is not a table; write [{name}]")
+        raise ValueError(f"{name}: a table is expected; write [{name}], and its fields below")
     known = ("key", *(field.name for field in fields(Quota)))
     for field in table:
         if field not in known:

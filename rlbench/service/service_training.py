@@ -6,7 +6,7 @@
 __all__ = ['TRAINING', 'PIPELINED', 'on_create_model', 'on_load_weights', 'make_model', 'why_no_model', 'refuse',
            'on_model_request', 'on_call_refused', 'own_model', 'is_known', 'why_unfit', 'unknown_model',
            'accept_request', 'decide_train', 'count_training', 'is_ready', 'charge_model', 'send_next', 'order_of',
-           'path_of_save', 'number_of', 'why_not_now', 'why_no_room', 'own_saved', 'unknown_weights',
+           'path_of_save', 'number_of', 'why_not_now', 'why_no_room', 'own_saved', 'unknown_weights', 'shape_in_words',
            'count_towards_checkpoint', 'send_checkpoint', 'end_checkpoint', 'end_training_order', 'is_restoring',
            'end_request', 'note_failed', 'note_done', 'keep_saved', 'lose_trainer', 'restore_list', 'blame_order',
            'send_again', 'break_model', 'fail_waiting', 'decide_gaps', 'end_model', 'on_unload_model', 'on_model_info',
@@ -177,7 +177,10 @@ def why_unfit(state: ServiceState, model: ModelState, seq: int) -> str:
     if model.broken:
         return f"model_id: {model.id} cannot be used any more: {model.broken}"
     if seq > model.done_seq + state.rules.ahead:
-        return f"seq_id: {seq} is more than {state.rules.ahead} ahead of {model.done_seq}, the last one done"
+        return (
+            f"seq_id: {seq} is more than {state.rules.ahead} ahead of {model.done_seq}, the last one done; "
+            "wait for results before sending more"
+        )
     return ""
 
 
@@ -304,7 +307,10 @@ def why_not_now(state: ServiceState, model: ModelState, request: object) -> str:
             if saved is None or saved.for_sampler:
                 return unknown_weights(request.address)
             if saved.lora != model.lora:
-                return f"path: {request.address} was saved from {saved.lora}, and the model is {model.lora}"
+                return (
+                    f"path: {request.address} was saved from {shape_in_words(saved.lora)}, and the model is "
+                    f"{shape_in_words(model.lora)}; load it into a model made with the same lora_config"
+                )
         case "save_weights" | "save_weights_for_sampler":
             return why_no_room(tenant)
     return ""
@@ -330,7 +336,15 @@ def own_saved(state: ServiceState, address: str, tenant: str) -> SavedState | No
 
 def unknown_weights(address: str) -> str:
     "The words for saved weights that are not there."
-    return f"path: no saved training weights at {address[:120]!r}"
+    return f"path: no saved training weights at {address[:120]!r}; save_weights makes them"
+
+
+def shape_in_words(lora: LoraShape | None) -> str:
+    "A model's shape, as an error tells it to a client."
+    if lora is None:
+        return "a full fine-tune"
+    parts = ("attention", "mlp", "unembed")
+    return f"an adapter of rank {lora.rank} of {', '.join(part for part in parts if getattr(lora, part))}"
 
 # %% ../../nbs/service/07_service_training.ipynb #service_training-checkpoint
 def count_towards_checkpoint(

@@ -18,7 +18,7 @@ __all__ = ['LOOK_S', 'tenant_run_name', 'tenant_folder', 'make_tenant_folder', '
 #   * A tenant's folder is never another run's: if its name is taken, the service's name goes before it.
 #   * Commands to such a run are refused with the reason, and the refusal is in the table of commands.
 #
-# This module is told facts (`FactListener`); it asks the service nothing and can slow nothing but itself.
+# The driver passes facts to this module (`FactListener`); it asks the service nothing and can slow nothing but itself.
 import json
 import os
 import queue

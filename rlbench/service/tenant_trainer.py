@@ -16,7 +16,7 @@ __all__ = ['OPTIMIZER_FILE', 'MICRO_TOKENS', 'MOST_WHOLE', 'TRAINER_ORDERS', 'Da
 # What always holds:
 #   * One base, frozen, is shared by all adapters. A full fine-tune has a copy of its own, and there is at most one.
 #   * Gradients add up over `ForwardBackward` until `OptimStep` applies and clears them.
-#   * An order that fails changes nothing: neither weights nor gradients that were there before.
+#   * An order that fails changes no weights. A failed `OptimStep` may drop gradients that are not finite.
 #   * A model saved with its optimizer continues to the bit, gradients that wait for a step included.
 #   * What an order computes depends on its own model and data, never on other tenants.
 #

@@ -440,7 +440,9 @@ def fit_model(
     """Train in place; returns (loss of each step, held-out loss before and after each epoch, epoch kept). ValueError
     without items, or if the loss is not finite."""
     if not items:
-        raise ValueError("nothing is left to train on; hold less out, or give more")
+        raise ValueError(
+            f"held_out: {settings.held_out} leaves no example to train on; lower it, or give more examples"
+        )
     length_of_item = {id(item): length for item, length in zip(items, lengths)}
     draw = random.Random(settings.seed)
     optimizer = make_optimizer(model, settings)

@@ -346,7 +346,9 @@ def check_python() -> Check:
 def check_cores() -> Check:
     "Are there cores for a worker each?"
     cores = os.cpu_count() or 1
-    warning = "" if cores >= 2 else "; a split run needs 2, so runs are colocated and slower"
+    warning = (
+        "" if cores >= 2 else "; a split run needs 2: use another machine, or keep the slower placement = colocated"
+    )
     return Check("cores", cores >= 2, f"{cores}; runs are {default_placement()} by default{warning}", needed=False)
 
 

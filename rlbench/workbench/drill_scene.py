@@ -183,7 +183,8 @@ def note_marks(scene: Scene) -> None:
 
 def newest_row(folder: Path, table: str) -> int:
     "The highest sequence number of a table; -1 if it is empty."
-    return int(read_table(folder, table, ["seq"])["seq"].max() or -1)
+    newest = read_table(folder, table, ["seq"])["seq"].max()
+    return -1 if newest is None else int(newest)
 
 
 def rows_since(scene: Scene, table: str, columns: list[str] | None = None) -> "pl.DataFrame":

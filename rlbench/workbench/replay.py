@@ -139,7 +139,7 @@ def check_can_replay(folder: Path, anyway: bool) -> str:
     doubt = why_it_may_differ(folder)
     if doubt and not anyway:
         raise ValueError(
-            f"replay: the digest of {folder.name!r} will differ: {doubt}. To run it again without "
+            f"replay: the digest of {folder.name!r} may differ: {doubt}. To run it again without "
             f"that promise: anyway=True, or rlbench replay {folder.name} --anyway"
         )
     return doubt

@@ -221,6 +221,8 @@ def keep_function(function: Callable, module: str = MINE, folder: str | Path = "
     """Write a function of a cell, with the helpers and constants that it needs, as an export cell of the notebook
     `folder/module.ipynb`, and export that notebook. ValueError for a function that cannot be captured."""
     captured = capture_function(function)
+    check_module_name("module-name", [module])
+    check_overwritable(Path(folder) / f"{module.replace('.', '/')}.py")
     notebook = Path(folder) / f"{module}.ipynb"
     content = read_or_begin(notebook, module)
     new = _code_cell(captured.name.replace("_", "-"), f"#| export\n{captured.source}".rstrip())

@@ -138,7 +138,7 @@ def test_a_refused_request_keeps_its_place():
         ("[a]\nkey = 'secret'", "a key begins with 'tml-'"),
         ("['../a']", "'../a' is not a name; use 1 to 100 letters"),
         ("[a]\nkey='tml-0123456789'\n[b]\nkey='tml-0123456789'", "two tenants have the same key"),
-        ("a = 3", "a: 3 is not a table"),
+        ("a = 3", "a: a table is expected"),
         ("[a", "not a TOML file"),
     ],
 )
