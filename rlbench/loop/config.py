@@ -636,7 +636,7 @@ def check_has_policy(config: RunConfig, run: str, purpose: str) -> None:
         )
     if config.trainer == "tinker":
         raise ValueError(
-            f"run: {run!r} trained on a Tinker server, and its policy {purpose} is there; policy/tinker.json in its "
+            f"run: {run!r} trained on a Tinker server, so there is no policy here {purpose}; policy/tinker.json in its "
             "folder has the paths"
         )
 

@@ -90,7 +90,7 @@ def check_scale(c: BaseModel) -> None:
         raise ValueError(f'trainers: {c.trainers} processes run in real time only; set clock = "real", or trainers = 1')
     if c.context_parallel != 1:
         raise ValueError(
-            f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; "
+            f"context_parallel: {c.context_parallel} is not supported: a sequence stays in one process; "
             "set context_parallel = 1, and for a longer context gradient_checkpointing = true, "
             "a smaller micro_tokens, or more trainers"
         )
@@ -132,7 +132,7 @@ def check_code(c: BaseModel) -> None:
     for field, table in (("tasks", c.tasks), *((f"eval.{e.name}.tasks", e.tasks) for e in c.eval if e.tasks)):
         if verifier == "code" and (name := key_of(table)) in ALL_SETS and name not in (*CODE_SETS, "file", "hub"):
             raise ValueError(
-                f'{field}: those of the set "{name}" have answers, and verifier = "code" runs '
+                f'{field}: the set "{name}" has answers, and verifier = "code" runs '
                 f'programs against tests; set {field} = "expressions" (sums as programs) or "code", '
                 "or another verifier"
             )

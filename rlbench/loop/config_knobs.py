@@ -157,7 +157,7 @@ DATA = {
         0,
         1,
         unit="share",
-        help="share of failed scorings above which the run stops, as the others are a biased sample; 1: never",
+        help="share of scorings failed by the machine above which the run stops; 1: never",
         apply="now",
     ),
 }

@@ -51,7 +51,7 @@ def why_no_forks(platform: str = sys.platform) -> str:
     if not hasattr(os, "fork"):
         return "this system has no fork"
     if platform != "linux":
-        return f"the libraries of {platform} do not bear a fork"
+        return f"the libraries of {platform} break in a forked process"
     return ""
 
 # %% ../../nbs/runtime/04_fork_server.ipynb #fork-ready

@@ -10,7 +10,7 @@ __all__ = ['to_log', 'RunLog']
 #
 # What always holds:
 #   * Control characters in a message are made visible: a person who reads the log in a terminal sees them.
-#   * A full disk takes no line, and stops nobody.
+#   * On a full disk the line is dropped, and nothing raises.
 #   * A failure is of the same kind as another one if their first lines are equal.
 #
 # Standard error of the run process and of its workers is the file; nothing here opens it.

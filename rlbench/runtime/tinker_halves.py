@@ -40,7 +40,13 @@ from .checkpoint import TRAINER, read_replay_groups, write_replay_groups
 from .halves import GeneratorHalf, TrainerHalf, Training, publish_unless_drilled
 from .run_log import to_log
 from .torch_generator import check_prompts
-from .torch_trainer import new_beside, objective_of, trainer_settings
+from .torch_trainer import (
+    count_demonstrations,
+    count_replayed_groups,
+    new_beside,
+    objective_of,
+    trainer_settings,
+)
 from ..training.scoring_models import read_variable
 
 # %% ../../nbs/runtime/12_tinker_halves.ipynb #tinker-halves-server
@@ -213,4 +219,7 @@ def new_name(version: int) -> str:
 def configure_on_server(trainer, functions: Functions, config: RunConfig) -> None:
     "Put the objective and the settings of a configuration into force."
     trainer.set(*settings_of(config, functions))
-    trainer.extras.replay.share = config.replay_share
+    extras = trainer.extras
+    extras.replay.size = count_replayed_groups(config)
+    extras.replay.share = config.replay_share
+    extras.shown.count = count_demonstrations(config)

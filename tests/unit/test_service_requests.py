@@ -147,3 +147,11 @@ def test_keys_files_are_checked(tmp_path, text, words):
     (tmp_path / "keys.toml").write_text(text)
     with pytest.raises(ValueError, match=words):
         read_keys_file(tmp_path / "keys.toml")
+
+
+def test_a_key_outside_a_table_is_not_repeated(tmp_path):
+    "The error of a keys file never shows a key."
+    (tmp_path / "keys.toml").write_text("key = 'tml-0123456789'")
+    with pytest.raises(ValueError, match="a table is expected") as found:
+        read_keys_file(tmp_path / "keys.toml")
+    assert "0123456789" not in str(found.value)
