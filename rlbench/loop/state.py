@@ -194,7 +194,7 @@ class TrainingState:
 class WeightsState:
     """Which weights are where.
 
-    Always true: `published` is the newest version that was sent to a generator, never newer than the run's version."""
+    Always true: `published` is the newest version that generators are to have, never newer than the run's version."""
 
     published: int = 0
     is_asked: bool = False  # somebody asked to publish now

@@ -11,10 +11,10 @@ __all__ = ['FULL_SECONDS', 'WAITING_SHARE', 'LOOK_SECONDS', 'TABLES_OPENED_AT_ON
 # Owns: the handles of the workers, the open tables of the ledger, and the reserve for a full disk.
 #
 # What always holds:
-#   * One process writes a run folder: this one.
+#   * Only this process writes the tables of a run.
 #   * A row that was appended is never lost: on a full disk it waits in memory until there is room or the run ends.
 #   * A full disk ends a run only after FULL_SECONDS, or when the rows that wait need the reserve.
-#   * The run process never imports torch, so it always answers.
+#   * On the real clock the run process computes nothing with a model, so it always answers.
 #
 # Nothing here decides anything about the run: the loop does.
 import time

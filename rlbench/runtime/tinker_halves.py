@@ -40,7 +40,7 @@ from .checkpoint import TRAINER, read_replay_groups, write_replay_groups
 from .halves import GeneratorHalf, TrainerHalf, Training, publish_unless_drilled
 from .run_log import to_log
 from .torch_generator import check_prompts
-from .torch_trainer import (
+from rlbench.runtime.torch_trainer import (
     count_demonstrations,
     count_replayed_groups,
     new_beside,
