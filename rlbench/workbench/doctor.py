@@ -8,8 +8,8 @@ __all__ = ['UNMEASURED_ON_GPUS', 'NEEDED_PACKAGES', 'SHOWN_NAMES', 'Check', 'is_
            'check_unused_gpu', 'describe_gpu', 'check_shared_gpu_memory', 'spawn_failure', 'fork_failure',
            'check_worker_start', 'check_shared_memory', 'check_open_files', 'check_sandboxes', 'machine_in_use',
            'check_memory', 'check_disk', 'check_processes', 'describe_threads', 'system_checks', 'check_python',
-           'check_cores', 'check_presets', 'check_optional_packages', 'trainer_option_checks', 'run_checks',
-           'ChangedInput', 'provenance_changes', 'changes_since', 'changes_text']
+           'why_slow_python', 'check_cores', 'check_presets', 'check_optional_packages', 'trainer_option_checks',
+           'run_checks', 'ChangedInput', 'provenance_changes', 'changes_since', 'changes_text']
 
 # %% ../../nbs/workbench/18_doctor.ipynb #doctor-imports
 # The state of this machine.
@@ -30,6 +30,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -337,10 +338,18 @@ NEEDED_PACKAGES = ("torch", "transformers", "accelerate", "polars", "plotly", "m
 
 
 def check_python() -> Check:
-    "Is this Python new enough?"
+    "Is this Python new enough, and was it compiled to be fast?"
     is_new = sys.version_info >= (3, 11)
     remedy = "" if is_new else "; rlbench needs 3.11 or later"
-    return Check("python", is_new, platform.python_version() + remedy)
+    return Check("python", is_new, platform.python_version() + remedy + why_slow_python())
+
+
+def why_slow_python() -> str:
+    "What to say of a Python that was compiled without optimizations; empty if it was not, or came with the system."
+    arguments = sysconfig.get_config_var("CONFIG_ARGS") or "--enable-optimizations"
+    if "--enable-optimizations" in arguments or sys.base_prefix == "/usr":
+        return ""
+    return "; compiled without --enable-optimizations, so Python code takes a fifth longer than it could"
 
 
 def check_cores() -> Check:
