@@ -35,7 +35,7 @@ from rlbench.loop.config_tables import FUNCTIONS, ConfigError, EvalConfig
 from rlbench.loop.ending import FINISHED
 from rlbench.loop.journal import VERBS
 from rlbench.loop.loop import step
-from rlbench.loop.queue import capacity
+from rlbench.loop.queue import queue_places
 from rlbench.loop.state import count_live_groups, generators_up
 from rlbench.loop.stragglers import UNFINISHED
 from rlbench.runtime.driver import Driver, drive
@@ -459,10 +459,10 @@ class Fuzzed(Driver):
             "live": max(
                 m.get("live", 0),
                 (c.staleness + 1) * c.batch_groups + math.ceil(c.oversample * c.batch_groups),
-                capacity(c.queue_batches, c.staleness, c.batch_groups),
+                queue_places(c.queue_batches, c.staleness, c.batch_groups),
             ),
             "unwritten": max(m.get("unwritten", 0), self.most_unwritten()),
-            "queue": max(m.get("queue", 0), capacity(c.queue_batches, c.staleness, c.batch_groups)),
+            "queue": max(m.get("queue", 0), queue_places(c.queue_batches, c.staleness, c.batch_groups)),
             "running": max(m.get("running", 0), c.concurrency),
             "staleness": max(m.get("staleness", 0), c.staleness),
         }

@@ -6,10 +6,25 @@
 __all__ = ['MODES', 'MOVES', 'LEAST', 'WINDOW', 'AIM', 'SPARE', 'Proposal', 'BatchRow', 'row_of', 'Settings', 'BalanceLimits',
            'Picture', 'picture_of', 'KnobMove', 'Bar', 'Balance', 'still_applies', 'percent', 'round_nicely',
            'moves_against_lag', 'moves_against_wait', 'moves_of_async_run', 'moves_of_sync_run', 'has_paid',
-           'settling_versions', 'with_batch', 'touch', 'compare_settings', 'must_pay', 'bar_of', 'usable_batches',
-           'allowed_value', 'decide', 'propose', 'describe_no_gain', 'advise']
+           'settling_versions', 'with_batch', 'note_foreign_change', 'compare_settings', 'must_pay', 'bar_of',
+           'usable_batches', 'allowed_value', 'decide_move', 'propose_move', 'describe_no_gain', 'advise']
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-imports
+# The balance of generator and trainer.
+#
+# Owns: the rule that moves the five knobs of `MOVES`, and what the rule remembers (`Balance`).
+#
+# What always holds:
+#   * The same batches, settings and limits give the same move: there is no clock and no draw.
+#   * One move at a time: while a move waits to take effect, or is on trial and undecided, no other is asked for.
+#   * A move rests on at least `LEAST` batches that were made with the settings in force.
+#   * A new move stays inside `BalanceLimits`, crosses no bar, and leaves alone for `leave` versions what somebody else
+#     has set. A move that did not pay is taken back and barred.
+#   * While the lag is clearly over its target, only moves that lower it are proposed.
+#   * A synchronous run keeps its staleness bound, and goes on publishing with every version.
+#
+# It refuses nothing and turns no knob: `watch` hands it the rows of finished batches, and sends its moves as commands
+# or journals them as advice.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +98,7 @@ class Settings:
     max_tokens: int = 0
 
     @property
-    def room(self) -> int:
+    def allowed_groups(self) -> int:
         "Groups that may be alive outside training."
         return (self.staleness + 1) * self.batch + math.ceil(self.oversample * self.batch)
 
@@ -139,7 +154,11 @@ def picture_of(rows: Sequence[BatchRow], s: Settings) -> Picture:
     def total(name):
         return sum(getattr(r, name) for r in rows)
 
-    share, mean = lambda name: total(name) / seconds, lambda name: total(name) / n
+    def share(name):
+        return total(name) / seconds
+
+    def mean(name):
+        return total(name) / n
 
     def error(values):
         return math.sqrt(sum((v - sum(values) / n) ** 2 for v in values) / max(1, n - 1) / n)
@@ -204,8 +223,9 @@ class Balance:
     before: Picture | None = None  # the picture before the move that is asked for or on trial
     bars: tuple[Bar, ...] = ()
     touched: Mapping[str, int] = field(default_factory=dict)  # by others: knob -> version
-    told: Mapping[str, int] = field(default_factory=dict)  # advice -> version
-    beside: str = ""  # what else goes on since the last batch: evaluated, or held
+    # The names on disk of these two are those that they have in older checkpoints.
+    advised_at: Mapping[str, int] = field(default_factory=dict, metadata={"stored_as": "told"})  # advice -> version
+    disturbance: str = field(default="", metadata={"stored_as": "beside"})  # since the last batch: evaluated, or held
 
 
 def still_applies(bar: Bar, p: Picture) -> bool:
@@ -234,30 +254,29 @@ def moves_against_lag(p: Picture, s: Settings, limits: BalanceLimits) -> tuple[s
     over = p.lag - 2 * p.lag_error > limits.lag + 0.05
     if not over and p.dropped <= SPARE:
         return "", []
-    told = (
-        f"lag {p.lag:.1f} of {limits.lag:g} over {p.rows} versions"
-        if over
-        else (
-            f"{percent(p.dropped)} of rollouts dropped as stale over {p.rows} versions, lag {p.lag:.1f} "
-            f"of {limits.lag:g}"
-        )
-    )
-    cause = f"{p.in_queue:.1f} of it in the queue" if over else "more is started than can be used"
-    shrink = min(0.85, max(0.5, (0.9 * limits.lag - p.in_queue) / max(0.05, p.in_flight)))
-    bound, fewer = (
-        ("staleness", s.staleness - max(1, int(p.lag - limits.lag)), cause),
-        ("concurrency", min(s.concurrency - 1, round_nicely(s.concurrency * shrink)), cause),
-    )
-    found = [("publish_every", s.publish_every - 1, cause)] if s.publish_every > 1 else []
-    found += (
-        [("oversample", 0.0 if p.lag > 1.5 * limits.lag else max(0.0, round(s.oversample - 0.25, 2)), cause)]
-        if s.oversample > 0
-        else []
-    )
+    lag = f"lag {p.lag:.1f} of {limits.lag:g}"
+    problem = f"{percent(p.dropped)} of rollouts dropped as stale over {p.rows} versions, {lag}"
+    cause = "more is started than can be used"
     if over:
-        return told, found + ([bound, fewer] if p.in_queue >= p.in_flight else [fewer, bound])
-    found += [("staleness", s.staleness + 1, "the bound is too tight for them")] if p.lag + 0.5 <= limits.lag else []
-    return told, found + ([fewer] if p.wait < AIM else [])
+        problem = f"{lag} over {p.rows} versions"
+        cause = f"{p.in_queue:.1f} of it in the queue"
+    shrink = min(0.85, max(0.5, (0.9 * limits.lag - p.in_queue) / max(0.05, p.in_flight)))
+    bound = ("staleness", s.staleness - max(1, int(p.lag - limits.lag)), cause)
+    fewer = ("concurrency", min(s.concurrency - 1, round_nicely(s.concurrency * shrink)), cause)
+    found = []
+    if s.publish_every > 1:
+        found.append(("publish_every", s.publish_every - 1, cause))
+    if s.oversample > 0:
+        less = 0.0 if p.lag > 1.5 * limits.lag else max(0.0, round(s.oversample - 0.25, 2))
+        found.append(("oversample", less, cause))
+    if over:
+        found += [bound, fewer] if p.in_queue >= p.in_flight else [fewer, bound]
+        return problem, found
+    if p.lag + 0.5 <= limits.lag:
+        found.append(("staleness", s.staleness + 1, "the bound is too tight for them"))
+    if p.wait < AIM:
+        found.append(fewer)
+    return problem, found
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-raise
 def moves_against_wait(p: Picture, s: Settings, limits: BalanceLimits) -> tuple[str, list[Proposal]]:
@@ -265,7 +284,8 @@ def moves_against_wait(p: Picture, s: Settings, limits: BalanceLimits) -> tuple[
     or waits for the scoring."""
     if p.wait - 2 * p.wait_error <= AIM or p.scoring > 0.75:
         return "", []
-    told, found = f"trainer waited {percent(p.wait)} over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}", []
+    problem = f"trainer waited {percent(p.wait)} over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}"
+    found = []
     if p.publishing > 0.15 and s.staleness and p.lag + 0.5 <= limits.lag:
         found.append(
             ("publish_every", s.publish_every + 1, f"publishing took {percent(p.publishing)} of the generator's time")
@@ -286,13 +306,14 @@ def moves_against_wait(p: Picture, s: Settings, limits: BalanceLimits) -> tuple[
                 f"a turn of {s.decode_steps} decode steps takes {percent(p.turn)} of a batch",
             )
         )
-    return told, found + (moves_of_sync_run(p, s) if s.staleness == 0 else moves_of_async_run(p, s, limits))
+    found += moves_of_sync_run(p, s) if s.staleness == 0 else moves_of_async_run(p, s, limits)
+    return problem, found
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-raise-part-2
 def moves_of_async_run(p: Picture, s: Settings, limits: BalanceLimits) -> list[Proposal]:
     "Of an asynchronous run: more at once if the generator is full, more alive if it has nothing to start."
     most = 0.75 * s.concurrency * s.generators
-    held = p.live >= 0.85 * (s.room - s.batch)
+    held = p.live >= 0.85 * (s.allowed_groups - s.batch)
     if p.running < most and (p.idle > 0.15 or held):
         cause = (
             f"the generator ran {p.running:.0f} of {s.concurrency * s.generators} sequences, no more "
@@ -304,40 +325,25 @@ def moves_of_async_run(p: Picture, s: Settings, limits: BalanceLimits) -> list[P
     factor = min(
         most, max(1.25, 1.1 / max(0.05, 1 - p.wait)), max(0.0, limits.lag - p.in_queue) / max(0.05, p.in_flight)
     )
-    useful = math.ceil(s.room * s.group / s.generators)  # more than may be alive is never running
-    return (
-        [
-            (
-                "concurrency",
-                min(round_nicely(s.concurrency * factor), useful),
-                f"the generator was full with {p.running:.0f}",
-            )
-        ]
-        if factor >= 1.15
-        else []
-    )
+    if factor < 1.15:
+        return []
+    useful = math.ceil(s.allowed_groups * s.group / s.generators)  # more than may be alive is never running
+    more = min(round_nicely(s.concurrency * factor), useful)
+    return [("concurrency", more, f"the generator was full with {p.running:.0f}")]
 
 
 def moves_of_sync_run(p: Picture, s: Settings) -> list[Proposal]:
     "Of a synchronous run: what one wave lacks costs another one; a wave is written faster with more of it at once."
+    found = []
     short = p.unusable / max(0.05, 1 - p.unusable)
-    again = (
-        [
-            (
-                "oversample",
-                round(math.ceil(20 * short) / 20, 2),
-                f"{percent(p.unusable)} of groups gave no signal, so that a batch took several waves",
-            )
-        ]
-        if p.unusable > 0.1 and s.oversample < short - 0.05
-        else []
-    )
+    if p.unusable > 0.1 and s.oversample < short - 0.05:
+        cause = f"{percent(p.unusable)} of groups gave no signal, so that a batch took several waves"
+        found.append(("oversample", round(math.ceil(20 * short) / 20, 2), cause))
     wave = math.ceil((1 + s.oversample) * s.batch * s.group / s.generators)
-    return again + (
-        [("concurrency", min(2 * s.concurrency, wave), f"a wave of {wave} was written {s.concurrency} at a time")]
-        if s.concurrency < wave
-        else []
-    )
+    if s.concurrency < wave:
+        cause = f"a wave of {wave} was written {s.concurrency} at a time"
+        found.append(("concurrency", min(2 * s.concurrency, wave), cause))
+    return found
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-trial
 def has_paid(move: KnobMove, before: Picture, now: Picture) -> bool | None:
@@ -363,7 +369,7 @@ def with_batch(b: Balance, row: BatchRow) -> Balance:
     return replace(b, rows=(*b.rows, row)[-2 * WINDOW :])
 
 
-def touch(b: Balance, knob: str, version: int) -> Balance:
+def note_foreign_change(b: Balance, knob: str, version: int) -> Balance:
     "Somebody else has set a knob."
     return replace(b, touched={**b.touched, knob: version}) if knob in MOVES else b
 
@@ -385,7 +391,12 @@ def compare_settings(b: Balance, s: Settings, version: int) -> Balance:
         )
     turned = {knob: version for knob in MOVES if b.settings and getattr(s, knob) != getattr(b.settings, knob)}
     return Balance(
-        b.rows[-1:], s, version if b.settings else 1, touched={**b.touched, **turned}, told=b.told, beside=b.beside
+        b.rows[-1:],
+        s,
+        version if b.settings else 1,
+        touched={**b.touched, **turned},
+        advised_at=b.advised_at,
+        disturbance=b.disturbance,
     )
 
 
@@ -423,7 +434,7 @@ def allowed_value(b: Balance, s: Settings, limits: BalanceLimits, knob: str, wis
     )
 
 
-def decide(
+def decide_move(
     b: Balance, s: Settings, limits: BalanceLimits, theirs: Iterable[str] = ()
 ) -> tuple[Balance, KnobMove | None]:
     "What is remembered after the newest batch, and the move to ask for. `theirs`: knobs that others are turning."
@@ -450,13 +461,13 @@ def decide(
                 bars=(*b.bars, bar_of(b.trial, b.trial.before, "gain", p)),
             ), back
         b = replace(b, trial=None)
-    return propose(b, p, s, limits)
+    return propose_move(b, p, s, limits)
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-propose
-def propose(b: Balance, p: Picture, s: Settings, limits: BalanceLimits) -> tuple[Balance, KnobMove | None]:
+def propose_move(b: Balance, p: Picture, s: Settings, limits: BalanceLimits) -> tuple[Balance, KnobMove | None]:
     "The first move that is allowed among those that would lower the lag, then among those that would lower the wait."
     version = b.rows[-1].version
-    for told, proposals, why in (
+    for problem, proposals, why in (
         (*moves_against_lag(p, s, limits), "lag"),
         (*moves_against_wait(p, s, limits), "gain"),
     ):
@@ -464,7 +475,7 @@ def propose(b: Balance, p: Picture, s: Settings, limits: BalanceLimits) -> tuple
             value = allowed_value(b, s, limits, knob, wish)
             if value is not None:
                 move = KnobMove(
-                    knob, getattr(s, knob), value, f"{told}, {cause}: {knob} {getattr(s, knob):g} to {value:g}"
+                    knob, getattr(s, knob), value, f"{problem}, {cause}: {knob} {getattr(s, knob):g} to {value:g}"
                 )
                 bars = (
                     (*b.bars, Bar(knob, True, move.before, "lag", p.wait, p.length))
@@ -472,7 +483,7 @@ def propose(b: Balance, p: Picture, s: Settings, limits: BalanceLimits) -> tuple
                     else b.bars
                 )
                 return replace(b, asked=move, asked_at=version, before=p, bars=bars), move
-        if told.startswith("lag"):
+        if problem.startswith("lag"):
             break
     return b, None
 
@@ -489,11 +500,14 @@ def describe_no_gain(move: KnobMove, before: Picture, now: Picture) -> str:
 def advise(
     b: Balance, s: Settings, limits: BalanceLimits, theirs: Iterable[str] = ()
 ) -> tuple[Balance, KnobMove | None]:
-    """As `decide`, for one who does not act: nothing is on trial, and the same advice is given again only after
+    """As `decide_move`, for one who does not act: nothing is on trial, and the same advice is given again only after
     `WINDOW` versions."""
-    after, move = decide(b, s, limits, theirs)
+    after, move = decide_move(b, s, limits, theirs)
     after = replace(after, asked=None, trial=None, before=None, bars=())
     version = b.rows[-1].version if b.rows else 0
-    if move is None or version - after.told.get(f"{move.knob} {move.value:g}", -WINDOW) < WINDOW:
+    if move is None:
         return after, None
-    return replace(after, told={**after.told, f"{move.knob} {move.value:g}": version}), move
+    advice = f"{move.knob} {move.value:g}"
+    if version - after.advised_at.get(advice, -WINDOW) < WINDOW:
+        return after, None
+    return replace(after, advised_at={**after.advised_at, advice: version}), move

@@ -21,7 +21,7 @@ __all__ = ['CHANGES_NOTHING', 'on_commanded', 'on_ticked', 'decide_command', 'an
 # This module does not check who may ask: whoever can write to the run folder may.
 from ..curriculum import Curriculum
 from .actions import Configure
-from .balance import touch
+from .balance import note_foreign_change
 from .checkpoints import stop_waits_for_checkpoint
 from .config import apply_point, check_built, value_of, with_knob
 from .events import Commanded, Ticked
@@ -125,7 +125,7 @@ def carry_out_command(state: LoopState, command: Commanded, actions: list) -> No
     else:
         turn_knob(state, command, actions)
     if command.author != BALANCE:
-        state.watch.balance = touch(state.watch.balance, command.knob, state.version)
+        state.watch.balance = note_foreign_change(state.watch.balance, command.knob, state.version)
     if command.knob not in CHANGES_NOTHING:
         note_change(state, command.knob, command.value, command.over)
 

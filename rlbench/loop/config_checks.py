@@ -10,10 +10,16 @@ __all__ = ['check_objective', 'check_scale', 'check_trainer_options', 'check_cod
 # %% ../../nbs/loop/08_config_checks.ipynb #config-checks-imports
 # Checks over several fields of a configuration.
 #
+# Owns: which values are right alone and wrong together, what is wrong with them, and the remedy.
+#
 # What always holds:
 #   * A check raises ValueError with the field, its value and the remedy, or does nothing.
 #   * Nothing is checked here that one field alone decides, or that only a model can tell.
-#   * The first problem is the one that is told: later checks may rely on earlier ones.
+#   * The first problem is the one that is reported: later checks may rely on earlier ones.
+#   * Reading a configuration asks for no library of a tracker; `check_sinks` does, when a run starts.
+#
+# A check changes no configuration. `config.CHECKS` has the order of the checks; `config_tables` checks the ranges of
+# single fields.
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 

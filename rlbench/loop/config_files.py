@@ -11,10 +11,19 @@ __all__ = ['presets', 'read_table_file', 'describe_folder', 'parse_assignment', 
 # %% ../../nbs/loop/10_config_files.ipynb #config-files-imports
 # Configurations in files.
 #
+# Owns: the way from a preset, a TOML file or a table to a checked configuration, `config.toml` of a run folder, and the
+# functions that a configuration names by file.
+#
 # What always holds:
 #   * `to_toml` writes every field, so a run's folder says everything even after a default has changed.
 #   * Paths in a run's folder are absolute, and its functions are copies: it means the same from everywhere.
 #   * A function is named before its parameters are set, in whatever order overrides are typed.
+#   * A torn or edited copy of a function disturbs only a configuration that names it.
+#
+# Refused: a source that is no preset, TOML file or table, and a function file that cannot be imported (ConfigError); a
+# copy that was edited (ValueError).
+#
+# It does not say what a valid configuration is (`config` does), and does not capture functions of a live session.
 import ast
 import re
 import tomllib

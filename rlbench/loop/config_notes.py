@@ -8,10 +8,16 @@ __all__ = ['DRAWS', 'Note', 'weighs_sampler', 'draw_in_words', 'notes_on_sampler
 # %% ../../nbs/loop/11_config_notes.ipynb #config-notes-imports
 # Notes on configurations.
 #
+# Owns: the warnings about values that are valid and do less than they seem to, and the fields that each is about.
+#
 # What always holds:
 #   * A note refuses nothing: a live run may turn to what a configuration lacks.
 #   * A note names the field, what it does not do, and what would.
-#   * A preset was chosen with its notes known; its user is told only about what was overridden.
+#   * A preset was chosen with its notes known; its user sees only the notes on what was overridden.
+#   * A change of a live run brings the notes that did not hold before it.
+#
+# It prints nothing: who starts or changes a run shows the notes. It says nothing of a loss, a correction or an
+# advantage that the user wrote.
 from collections.abc import Mapping
 from dataclasses import dataclass
 

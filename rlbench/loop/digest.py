@@ -7,6 +7,21 @@ __all__ = ['PARTS', 'IN_NEITHER', 'fold_fact', 'add_fact', 'Digest', 'whole_dige
            'PartCheck', 'differing_parts', 'check_part', 'compare_traces', 'is_same_run', 'equality_in_words']
 
 # %% ../../nbs/loop/05_digest.ipynb #digest-imports
+# Digests: what a run did, in three hashes.
+#
+# Owns: how facts become a hash, what a run folder tells of its hashes, and the comparison of two runs by them.
+#
+# What always holds:
+#   * A hash depends on the facts alone: on no clock, host or path of this process.
+#   * `fold_fact` counts the order of facts: batches and commands come in one. `add_fact` does not: evaluations overlap.
+#   * `fold_fact` and `add_fact` never change, because runs of today are compared with stored ones.
+#   * A part that one of two folders lacks is reported as not known, never as equal and never as different.
+#   * Evaluations and weights are compared where both runs have them; one that is cut short is not held against a run.
+#
+# It refuses nothing: a folder in which nothing is written yet has an empty trace.
+#
+# It does not choose the facts and hashes no tensor: the loop folds its events and evaluations (`journal`,
+# `evaluation`), and whoever writes weights hashes them.
 import hashlib
 import json
 from collections.abc import Mapping
@@ -85,9 +100,9 @@ def read_trace(folder: str | Path) -> Trace:
     written = read_table(folder, "events", ["kind", "fields"])
     weights = {}
     for text in written.filter(written["kind"].is_in(["Saved", "Stored"]))["fields"]:
-        told = json.loads(text)
-        if told.get("weights"):
-            weights[told["version"]] = told["weights"]
+        fields = json.loads(text)
+        if fields.get("weights"):
+            weights[fields["version"]] = fields["weights"]
     return Trace(folder.resolve().name, parts, evaluations, weights)
 
 # %% ../../nbs/loop/05_digest.ipynb #digest-check

@@ -5,9 +5,26 @@
 # %% auto #0
 __all__ = ['COMPARE', 'LEVELS', 'FIGURES', 'EVAL_FIGURES', 'ALERT', 'DOES', 'START_ROWS', 'ALERTS', 'Clause', 'Condition',
            'parse_condition', 'step_figures', 'eval_figures', 'check_condition', 'parse_action', 'Guard', 'Firing',
-           'is_true', 'next_level', 'look', 'eval_alerts', 'first_guards', 'short_names', 'without']
+           'is_true', 'next_level', 'apply_guard', 'eval_alerts', 'first_guards', 'short_names', 'remove_guard']
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-imports
+# Guards: conditions on a run's figures, and what to do when one comes true.
+#
+# Owns: the language of conditions and actions, the rule by which a guard fires, and the alerts that a run starts with.
+#
+# What always holds:
+#   * A condition has one spelling: the text of the parsed condition.
+#   * A guard fires once, when its condition has been true of enough rows in a row. A row for which the condition is
+#     false arms it again.
+#   * A row that lacks one of a guard's figures leaves the guard as it is.
+#   * A clause compares a row with the `start` or the `best` of the rows before it, never with the row itself.
+#   * A guard carries its streak and its levels, so a resumed run goes on with them.
+#
+# Refused with ValueError: text that is no condition or no action, a figure that no row has, a sum over two tables, and
+# the removal of a guard that is not there.
+#
+# It reads no file and no clock, and runs no code. `watch` turns a firing into a command; whether a knob takes the value
+# is for the configuration to decide.
 import math
 import operator
 import re
@@ -68,9 +85,9 @@ class Condition:
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-parse
 def parse_condition(text: str) -> Condition:
-    """Read `entropy < 0.1`, `ess < 0.3 for 3`, `all_pass + all_fail > 0.9 for 5`, `loss is nan`, `held_out < 0.5 of
-    best`,
-    `truncated > 2 of start and truncated > 0.1`. Raises ValueError with the form it should have."""
+    """Read `entropy < 0.1`, `ess < 0.3 for 3`, `all_pass + all_fail > 0.9 for 5`, `loss is nan`,
+    `held_out < 0.5 of best`, `truncated > 2 of start and truncated > 0.1`. Raises ValueError with the form it should
+    have."""
     whole, rows = _split_rows(text) if isinstance(text, str) else (None, 1)
     if not 1 <= rows <= 100_000:
         raise ValueError(f"guard: 'for {rows}' asks for {rows} rows in a row; use 1 to 100000")
@@ -150,13 +167,11 @@ def parse_action(text: str) -> tuple[str, object]:
     if isinstance(text, str) and text.strip() in DOES:
         return text.strip(), None
     found = _ASSIGNMENT.fullmatch(text) if isinstance(text, str) else None
+    if not found and re.fullmatch(r"\w+", str(text)):
+        raise unknown_name_error("guard", text, DOES)
     if not found:
-        raise (
-            unknown_name_error("guard", text, DOES)
-            if re.fullmatch(r"\w+", str(text))
-            else ValueError(
-                f"guard: {text!r} is no action; use {', '.join(DOES)} or an assignment, as in 'temperature = 0.8'"
-            )
+        raise ValueError(
+            f"guard: {text!r} is no action; use {', '.join(DOES)} or an assignment, as in 'temperature = 0.8'"
         )
     try:
         return found[1], tomllib.loads(f"value = {found[2]}")["value"]
@@ -172,8 +187,8 @@ START_ROWS = 3  # so many rows make the level `start`
 @dataclass(frozen=True)
 class Guard:
     """A condition, what to do, and where it stands: rows in a row for which the condition was true; whether it can
-    fire; the version
-    at which it last did (-1: never); for each clause, how many rows it has seen and the level that it compares with."""
+    fire; the version at which it last did (-1: never); for each clause, how many rows it has seen and the level that it
+    compares with."""
 
     id: str
     when: str
@@ -212,7 +227,7 @@ def next_level(clause: Clause, figure: float, seen: int, level: float) -> tuple[
     return (seen + 1, level + (figure - level) / (seen + 1)) if seen < START_ROWS else (seen, level)
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-look
-def look(guard: Guard, figures: Mapping[str, float | None], version: int) -> tuple[Guard, Firing | None]:
+def apply_guard(guard: Guard, figures: Mapping[str, float | None], version: int) -> tuple[Guard, Firing | None]:
     "The guard after a row with these figures, and its firing if it fires. A row of another table leaves it as it is."
     condition = parse_condition(guard.when)
     if any(figures.get(name) is None for name in condition.names):
@@ -231,11 +246,11 @@ def look(guard: Guard, figures: Mapping[str, float | None], version: int) -> tup
 
 
 def _describe_firing(rows: list, version: int, streak: int, asked: int) -> str:
-    said = [
+    parts = [
         f"{' + '.join(clause.names)} {figure:.3g}" + (f" ({clause.level} {level:.3g})" if clause.level else "")
         for clause, figure, (_, level) in rows
     ]
-    return f"{' and '.join(said)} at version {version}" + (f", {streak} rows in a row" if asked > 1 else "")
+    return f"{' and '.join(parts)} at version {version}" + (f", {streak} rows in a row" if asked > 1 else "")
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-list
 ALERTS = (
@@ -278,7 +293,7 @@ def short_names(guards: Iterable[Guard]) -> dict[str, str]:
     return names
 
 
-def without(guards: Iterable[Guard], name: str) -> list[Guard]:
+def remove_guard(guards: Iterable[Guard], name: str) -> list[Guard]:
     "The guards less those with this id, this condition or this short name. Raises ValueError if there is none."
     guards = list(guards)
     names = short_names(guards)

@@ -53,7 +53,7 @@ from .scoring import decide_score, on_generated, on_recalled, on_scored, on_turn
 from .state import LoopState
 from .stragglers import decide_stragglers
 from .training import decide_overflow, decide_train, on_train_failed, on_trained
-from .watch import decide_beside, on_measured
+from .watch import note_disturbance, on_measured
 
 # %% ../../nbs/loop/33_loop.ipynb #loop-step
 HANDLERS: dict[type, Callable] = {
@@ -80,7 +80,7 @@ DECISIONS: tuple[Callable, ...] = (
     decide_hosts,
     decide_placement,
     decide_checkpoint,
-    decide_beside,
+    note_disturbance,
     decide_command,
     decide_score,
     decide_settle,

@@ -19,7 +19,7 @@ __all__ = ['begin_placement_change', 'decide_placement', 'empty_workers', 'are_w
 #
 # This module does not start processes: the driver does, and answers with `Placed`.
 from .actions import Configure, Place
-from .balance import touch
+from .balance import note_foreign_change
 from .config import value_of, with_knob
 from .events import Commanded, Placed
 from .fates import ask_to_stop
@@ -103,7 +103,7 @@ def on_placed(state: LoopState, event: Placed, actions: list) -> None:
     elif not event.message:
         value = value_of(target, command.knob)
         state.config = with_knob(state.config, command.knob, value, state.functions)
-        state.watch.balance = touch(state.watch.balance, command.knob, state.version)
+        state.watch.balance = note_foreign_change(state.watch.balance, command.knob, state.version)
         actions.append(Configure(state.config))
     if event.message:
         end_placement_change(state, "refused", event.message, actions)

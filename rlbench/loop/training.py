@@ -28,7 +28,7 @@ from .fates import close_group, mark_discarded
 from .functions import OBJECTIVE, put_back_function
 from .grouping import enqueue_group, filter_barren_groups
 from .journal import fail_run, note_fact
-from .queue import Taken, capacity, overflow, take
+from .queue import Taken, queue_places, split_overflow, take_next_batch
 from rlbench.loop.state import (
     EndedAttempts,
     GroupState,
@@ -151,7 +151,7 @@ def may_take_batch(state: LoopState) -> bool:
 def take_batch(state: LoopState) -> Taken:
     "Divide the queue: the next batch, what remains, and what is too old."
     config = state.config
-    return take(
+    return take_next_batch(
         state.training.queue,
         state.version,
         config.staleness,
@@ -199,9 +199,9 @@ def decide_overflow(state: LoopState, actions: list) -> None:
     config = state.config
     if config.backlog != "drop_oldest" or is_held(state):  # a pause throws nothing away
         return
-    places = capacity(config.queue_batches, config.staleness, config.batch_groups)
+    places = queue_places(config.queue_batches, config.staleness, config.batch_groups)
     if len(state.training.queue) <= places:
         return
-    state.training.queue, pushed_out = overflow(state.training.queue, places)
+    state.training.queue, pushed_out = split_overflow(state.training.queue, places)
     for waiting in pushed_out:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)

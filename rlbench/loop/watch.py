@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BALANCE', 'change_guards', 'on_measured', 'carry_out_firing', 'balance_settings', 'balance_limits', 'filtered_share',
-           'weigh_batch', 'knobs_of_others', 'ask_for_move', 'decide_beside']
+           'weigh_batch', 'knobs_of_others', 'ask_for_move', 'note_disturbance']
 
 # %% ../../nbs/loop/26_watch.ipynb #watch-imports
 # Watching the rows of finished batches.
@@ -22,10 +22,20 @@ from dataclasses import replace
 
 from ..knobs import key_of
 from .actions import Notify
-from .balance import MOVES, Balance, BalanceLimits, KnobMove, Settings, advise, decide, row_of, with_batch
+from rlbench.loop.balance import (
+    MOVES,
+    Balance,
+    BalanceLimits,
+    KnobMove,
+    Settings,
+    advise,
+    decide_move,
+    row_of,
+    with_batch,
+)
 from .config import apply_point, check_guard
 from .events import Commanded, Measured
-from .guards import ALERT, Firing, Guard, look, parse_action, parse_condition, without
+from .guards import ALERT, Firing, Guard, apply_guard, parse_action, parse_condition, remove_guard
 from .journal import journal_command
 from .state import LoopState, count_actors, generators_up, is_held
 from ..records import Fate
@@ -34,7 +44,7 @@ from ..records import Fate
 def change_guards(state: LoopState, command: Commanded) -> None:
     "Add or remove a guard. ValueError for one that could never work."
     if command.knob == "unguard":
-        state.watch.guards = without(state.watch.guards, str(command.value))
+        state.watch.guards = remove_guard(state.watch.guards, str(command.value))
         return
     match command.value:
         case {"when": str(when), "do": str(do), **rest} if not rest:
@@ -47,7 +57,7 @@ def change_guards(state: LoopState, command: Commanded) -> None:
 
 def on_measured(state: LoopState, event: Measured, actions: list) -> None:
     "Let every guard look at the row, and the balance rule after them."
-    looked = [look(guard, event.figures, event.version) for guard in state.watch.guards]
+    looked = [apply_guard(guard, event.figures, event.version) for guard in state.watch.guards]
     state.watch.guards = [guard for guard, _ in looked]
     for _, firing in looked:
         if firing:
@@ -118,9 +128,9 @@ def weigh_batch(state: LoopState, event: Measured, actions: list) -> None:
     if mode == "off":
         watch.balance = Balance()
         return
-    beside = watch.balance.beside
-    watch.balance = replace(watch.balance, beside="")
-    if beside == "held" or state.phase != "running":
+    disturbance = watch.balance.disturbance
+    watch.balance = replace(watch.balance, disturbance="")
+    if disturbance == "held" or state.phase != "running":
         return
     settings = balance_settings(state)
     row = row_of(
@@ -130,9 +140,9 @@ def weigh_batch(state: LoopState, event: Measured, actions: list) -> None:
         unusable=filtered_share(state, event.figures),
         ended=int(sum(entry[0] for entry in state.books.values())),
         dropped=int(state.books.get(Fate.STALE.value, [0])[0]),
-        evaluated=beside == "evaluated",
+        evaluated=disturbance == "evaluated",
     )
-    rule = decide if mode == "act" else advise
+    rule = decide_move if mode == "act" else advise
     noted_row = with_batch(watch.balance, row)
     watch.balance, move = rule(noted_row, settings, balance_limits(state), knobs_of_others(state))
     if move:
@@ -156,14 +166,14 @@ def ask_for_move(state: LoopState, move: KnobMove, event: Measured, actions: lis
         actions.append(journal_command(state, command, "advised", move.reason, apply))
 
 
-def decide_beside(state: LoopState, actions: list) -> None:
+def note_disturbance(state: LoopState, actions: list) -> None:
     "Note what makes the batch under way tell little about the balance: the run is held, or an evaluation goes on."
     if state.config.balance.mode == "off":
         return
-    beside = ""
+    disturbance = ""
     if is_held(state) or not all(actor.up or actor.given_up for actor in state.actors.values()):
-        beside = "held"
+        disturbance = "held"
     elif state.evaluation.under_way:
-        beside = "evaluated"
-    if beside and state.watch.balance.beside not in (beside, "held"):
-        state.watch.balance = replace(state.watch.balance, beside=beside)
+        disturbance = "evaluated"
+    if disturbance and state.watch.balance.disturbance not in (disturbance, "held"):
+        state.watch.balance = replace(state.watch.balance, disturbance=disturbance)

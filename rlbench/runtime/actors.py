@@ -300,9 +300,8 @@ def wait_for_bell(pipe: WorkerPipe, actor: Actor) -> float:
 # %% ../../nbs/runtime/05_actors.ipynb #placement-process
 class ProcessHandle:
     """A process forked from `server`, or spawned where there is none or it cannot fork; with `fork_here`, a fork of
-    this process, which must have one thread.
-    `target(connection, *args)` is its main function and must be importable. `parent`: it may have children of its
-    own; `gpus`: it sees these, in this order."""
+    this process, which must have one thread. `target(connection, *args)` is its main function and must be importable.
+    `parent`: it may have children of its own; `gpus`: it sees these, in this order."""
 
     due = None
 

@@ -351,9 +351,8 @@ def find_best(run: Path) -> SavedCheckpoint:
 
 def rate_policy(run: Path, version: int) -> dict:
     """What a saved policy is worth: `version`, `held_out` (its rate, or that of the newest evaluated version before it,
-    which is `rated`), and `best`: version and rate
-    of the best checkpoint. `warning` says that the policy is not the best, where the two differ by more than two
-    standard errors."""
+    which is `rated`), and `best`: version and rate of the best checkpoint. `warning` says that the policy is not the
+    best, where the two differ by more than two standard errors."""
     name = evaluation_of(run)
     rates = held_out_rates(run, name)
     best = best_saved(saved_checkpoints(run, name))

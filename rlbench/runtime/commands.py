@@ -35,7 +35,7 @@ from ..loop.events import Commanded, Replayed, TaskPool
 from ..loop.journal import moment_of
 from ..loop.state import LoopState, is_active
 from ..records import CommandRow, Task
-from .environment_worker import warm
+from .environment_worker import import_ahead_of_call
 from rlbench.runtime.lineage import (
     BY_EVENT,
     BY_PLACE,
@@ -224,7 +224,7 @@ class Commands:
         check_sources(self.run.folder, {field: value})
         self.run.state.functions = read_functions(self.run)
         if field in LOOP_FUNCTION_FIELDS:
-            warm(self.run.state.functions[field].get(key_of(value)))
+            import_ahead_of_call(self.run.state.functions[field].get(key_of(value)))
 
     def refuse(self, command: Command | Commanded, reason: str) -> None:
         "Refuse a command before it reaches the loop. The journal has the first line of the reason, run.log all of it."
@@ -296,7 +296,7 @@ def read_functions(run: RunContext) -> dict[str, dict[str, Callable]]:
     for field in LOOP_FUNCTION_FIELDS:
         guard = partial(guarded, field, deadline=run.config.deadlines.function)
         known[field] = {key: logged(run, guard(function)) for key, function in known[field].items()}
-        warm(known[field].get(key_of(getattr(run.config, field))))
+        import_ahead_of_call(known[field].get(key_of(getattr(run.config, field))))
     return known
 
 

@@ -41,7 +41,7 @@ from ..loop.fates import are_books_closed
 from ..loop.journal import kind_on_disk
 from ..loop.loop import step
 from ..loop.state import STAYING_KINDS, Checkpoint, LoopState, is_active, start_state
-from ..loop.webhook import Webhook, address
+from ..loop.webhook import Webhook, resolve_address
 from ..records import RolloutRow, Task
 from . import messages
 from .actors import ActorWork, Gone, Refused, close_all, kind_of, layout_of
@@ -126,7 +126,7 @@ class Driver:
         self.pace = DecodePace()
         prompts = Prompts.of_config(config, self.state.functions)
         script = read_script(self.folder)
-        webhook = Webhook(address(config.webhook)) if config.webhook else None
+        webhook = Webhook(resolve_address(config.webhook)) if config.webhook else None
         self.models = ModelScores(run, live)
         self.generation = Generation(run, live, meters, prompts, write_rows=self.flush)
         self.scoring = Scoring(run, live, meters, self.models)

@@ -86,8 +86,7 @@ def hosts_in_status(
     hosts: ActorHosts, state: LoopState, pace: DecodePace, now: float, wall_s: float
 ) -> tuple[HostStatus, ...]:
     """The hosts of a run for its status: those that have an address, then others with actors, then others that the
-    loop knows. `now`: on the
-    run's clock; `wall_s`: the same moment in seconds since 1970."""
+    loop knows. `now`: on the run's clock; `wall_s`: the same moment in seconds since 1970."""
     began = wall_s - now
     records = []
     for name in dict.fromkeys([*hosts.addresses, *sorted(hosts.homes.values()), *state.hosts.known]):

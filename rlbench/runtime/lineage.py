@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FAMILY_FILE', 'REPLAY_FILE', 'BY_PLACE', 'BY_EVENT', 'OWN', 'Family', 'write_family', 'read_family', 'parent_folder',
-           'JournalCommand', 'standing_commands', 'commands_to_replay', 'was_sent', 'counts_by_place',
-           'journal_command', 'Script', 'due_by_place', 'took_effect_together', 'due_by_event', 'forget_own_row',
-           'write_script', 'read_script', 'journal_of']
+           'JournalCommand', 'standing_commands', 'commands_to_replay', 'was_sent', 'counts_by_place', 'command_of_row',
+           'Script', 'due_by_place', 'took_effect_together', 'due_by_event', 'forget_own_row', 'write_script',
+           'read_script', 'journal_of']
 
 # %% ../../nbs/runtime/06_lineage.ipynb #lineage-imports
 # The origin of a run: its parent, and the journal that can be replayed.
@@ -140,10 +140,10 @@ def commands_to_replay(journal: "pl.DataFrame", by: str, until: int) -> list[Jou
     "The commands of a journal that a replay up to version `until` needs, in the order in which it needs them."
     rows = standing_commands(journal).to_dicts()
     if by == BY_EVENT:
-        sent = [journal_command(row) for row in rows if was_sent(row)]
+        sent = [command_of_row(row) for row in rows if was_sent(row)]
         return sorted(sent, key=lambda command: (command.heard, command.id))
     last_attempt = journal["attempt"].max()
-    return [journal_command(row) for row in rows if counts_by_place(row, last_attempt) and row["version"] <= until]
+    return [command_of_row(row) for row in rows if counts_by_place(row, last_attempt) and row["version"] <= until]
 
 
 def was_sent(row: Mapping) -> bool:
@@ -158,7 +158,7 @@ def counts_by_place(row: Mapping, last_attempt: int) -> bool:
     return row["status"] == "applied" and not changes_nothing
 
 
-def journal_command(row: Mapping) -> JournalCommand:
+def command_of_row(row: Mapping) -> JournalCommand:
     "The command in a row of a commands table."
     is_sent = was_sent(row)
     return JournalCommand(

@@ -13,6 +13,11 @@ __all__ = ['task_sets', 'make_pools', 'Prompts']
 # What always holds:
 #   * A pool is never empty.
 #   * An environment is started once on each task to learn its prompt, in this process, before the prompt is needed.
+#   * A prompt that is known does not change. With the environment `single` it is the task's own.
+#
+# Refused: an empty pool (ValueError), and an environment that cannot start on a task (FunctionFailed).
+#
+# It draws no task, plays no episode, and does not ask whether a prompt fits the model: the generator does.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 

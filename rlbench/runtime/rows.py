@@ -414,4 +414,4 @@ class Rows:
     def post(self, **message) -> None:
         "Post a message to the webhook, if there is one."
         if self.webhook:
-            self.webhook.tell({"run": self.run.folder.name, **message})
+            self.webhook.post_later({"run": self.run.folder.name, **message})

@@ -31,7 +31,7 @@ from ..base.status import ENDED, read_status
 from ..loop.commands import check_ramp
 from ..loop.config import RunConfig, check_built, check_guard, value_of, with_knob
 from ..loop.config_files import captured_functions, read_config
-from ..loop.guards import Guard, without
+from ..loop.guards import Guard, remove_guard
 from ..loop.journal import VERBS
 from ..loop.watch import BALANCE
 from .run_reader import RunReader
@@ -210,5 +210,5 @@ def ask_guard(folder: Path, when: str, do: str = "alert", author: str = "") -> s
 def drop_guard(folder: Path, name: str, author: str = "") -> str:
     "Remove the guards with this id or this condition, built-in alerts too. ValueError if there is none."
     check_live(folder, "unguard")
-    without(read_guards(folder), name)
+    remove_guard(read_guards(folder), name)
     return send_command(folder, author or current_user(), "unguard", name)

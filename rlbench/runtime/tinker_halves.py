@@ -43,7 +43,7 @@ from .torch_generator import check_prompts
 from rlbench.runtime.torch_trainer import (
     count_demonstrations,
     count_replayed_groups,
-    new_beside,
+    new_trainer_extras,
     objective_of,
     trainer_settings,
 )
@@ -172,7 +172,7 @@ def tinker_trainer_half(
     texts = load_texts(config.model)
     settings, objective, names = settings_of(config, functions)
     client = open_training(config, service, start)
-    trainer = TinkerTrainer(client, settings, objective, names, texts.pad_id, new_beside(config, texts))
+    trainer = TinkerTrainer(client, settings, objective, names, texts.pad_id, new_trainer_extras(config, texts))
     kept = read_server_file(start)
     if start:
         trainer.steps, trainer.extras.memory = kept["steps"], kept["memory"]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHECKED', 'objective_of', 'trainer_settings', 'critic_settings', 'new_critic', 'step_rewards',
-           'count_replayed_groups', 'count_demonstrations', 'new_beside', 'make_trainer', 'configure_trainer',
+           'count_replayed_groups', 'count_demonstrations', 'new_trainer_extras', 'make_trainer', 'configure_trainer',
            'make_rank', 'start_team', 'torch_trainer_half']
 
 # %% ../../nbs/runtime/11_torch_trainer.ipynb #torch-trainer-imports
@@ -127,7 +127,7 @@ def count_demonstrations(config: RunConfig) -> int:
     return round(config.supervised_share * config.batch) if config.demonstrations else 0
 
 
-def new_beside(config: RunConfig, policy):
+def new_trainer_extras(config: RunConfig, policy):
     """The trained extras of a batch: critic, replay, demonstrations, and how the ends of steps are found among
     tokens. Raises ValueError for demonstrations that the policy cannot express."""
     from rlbench.models.model import decode_response
@@ -164,8 +164,8 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
         optimizer=config.optimizer,
         logprobs=config.logprobs,
     )
-    beside = new_beside(config, policy) if team.rank == 0 else None
-    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside)
+    extras = new_trainer_extras(config, policy) if team.rank == 0 else None
+    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, extras)
     if start:
         read_trainer(start / TRAINER, trainer)
     return trainer
@@ -175,12 +175,12 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     "Put the objective and the settings of a configuration into force, in all ranks."
     trainer.team.tell("configure", config)
     trainer.set(objective_of(config, functions), **trainer_settings(config))
-    beside = trainer.extras
-    beside.replay.size = count_replayed_groups(config)
-    beside.replay.share = config.replay_share
-    beside.shown.count = count_demonstrations(config)
-    if beside.critic:
-        beside.critic.set(**critic_settings(config))
+    extras = trainer.extras
+    extras.replay.size = count_replayed_groups(config)
+    extras.replay.share = config.replay_share
+    extras.shown.count = count_demonstrations(config)
+    if extras.critic:
+        extras.critic.set(**critic_settings(config))
 
 
 def make_rank(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:

@@ -6,7 +6,7 @@
 __all__ = ['HEAVY', 'HANDOVER_TRIES', 'HANDOVER_PAUSE_S', 'HANDLERS', 'WorkReport', 'memory_held', 'reset_memory_peak', 'Worker',
            'decode_some', 'seconds_per_token', 'generate_result', 'response_text', 'encode_request', 'empty_result',
            'submit_responses', 'submit_response', 'abort_responses', 'check_new_prompts', 'cache_asleep', 'train_batch',
-           'try_handover', 'publish_weights', 'load_weights', 'open_meeting', 'begin_broadcast', 'report_broadcasts',
+           'try_handover', 'answer_publish', 'answer_load', 'open_meeting', 'begin_broadcast', 'report_broadcasts',
            'describe_write_error', 'save_policy', 'write_checkpoint', 'write_reference', 'configure_worker',
            'build_halves', 'build_scripted_halves', 'build_tinker_halves', 'share_in_memory', 'share_through_file',
            'share_by_broadcast', 'load_published', 'start_at_checkpoint', 'checkpoint_version', 'worker_main',
@@ -380,18 +380,18 @@ def try_handover(what: str, work: Callable[[], object]) -> object:
             time.sleep(HANDOVER_PAUSE_S)
 
 
-def publish_weights(worker: Worker, request: PublishRequest, report: WorkReport) -> None:
+def answer_publish(worker: Worker, request: PublishRequest, report: WorkReport) -> None:
     "Hand weights over. A request that had to wait finds the weights of a later batch."
     version = max(request.version, worker.trained)
     with report.timed("trainer", "publish", "publish"):
         try_handover(f"publishing version {version}", partial(worker.trainer_half.publish, version))
     if worker.generator_half:
-        load_weights(worker, LoadRequest(version), report)
+        answer_load(worker, LoadRequest(version), report)
     else:
         report.results.append(PublishResult(version, report.spent[-1].seconds))
 
 
-def load_weights(worker: Worker, request: LoadRequest, report: WorkReport) -> None:
+def answer_load(worker: Worker, request: LoadRequest, report: WorkReport) -> None:
     "Take the weights of a version, or newer ones."
     take = partial(worker.generator_half.load, request.version, worker.config.cache)
     with report.timed("generator", "publish", "load"):
@@ -465,8 +465,8 @@ HANDLERS = {
     AbortRequest: abort_responses,
     PromptsRequest: check_new_prompts,
     TrainRequest: train_batch,
-    PublishRequest: publish_weights,
-    LoadRequest: load_weights,
+    PublishRequest: answer_publish,
+    LoadRequest: answer_load,
     MeetRequest: open_meeting,
     BroadcastRequest: begin_broadcast,
     SaveRequest: save_policy,
@@ -646,9 +646,9 @@ def worker_main(
 
     def build() -> Worker:
         config = read_config(Path(folder)).model_copy(update={"trainers": trainers})
-        begun_at = Path(start) if start else None
-        halves = build_halves(config, prompts, parts, Path(folder), begun_at, meeting)
-        built.append(Worker(config, *halves, checkpoint_version(begun_at)))
+        start_folder = Path(start) if start else None
+        halves = build_halves(config, prompts, parts, Path(folder), start_folder, meeting)
+        built.append(Worker(config, *halves, checkpoint_version(start_folder)))
         return built[0]
 
     serve(connection, build)
@@ -663,7 +663,7 @@ def rank_worker_main(connection, folder: str, start: str, trainers: int, rank: i
     "Main function of a process of a trainer other than the first, on whatever host it lives."
     from ..training.data_parallel import rank_device, rank_main
 
-    begun_at = Path(start) if start else None
+    start_folder = Path(start) if start else None
     pipe = WorkerPipe(connection)
     threading.Thread(target=send_beats, args=(pipe,), daemon=True).start()
     try:
@@ -672,4 +672,4 @@ def rank_worker_main(connection, folder: str, start: str, trainers: int, rank: i
     except (ValueError, OSError) as error:
         pipe.send(str(error))
         raise
-    rank_main(pipe, rank, trainers, device, meeting, make_rank, (config, Path(folder), begun_at))
+    rank_main(pipe, rank, trainers, device, meeting, make_rank, (config, Path(folder), start_folder))

@@ -49,7 +49,7 @@ from rlbench.loop.config_files import (
 )
 from ..loop.config_notes import notes_asked
 from ..loop.config_tables import FUNCTIONS
-from ..loop.webhook import address
+from ..loop.webhook import resolve_address
 from ..models.trainer_options import check_options, options_chosen
 from ..objective.objective import check_ingredients
 from ..records import Task
@@ -227,7 +227,7 @@ def check_prepared(prepared: Prepared) -> tuple[str, ...]:
     for guard in config.guards:
         check_guard(config, guard.when, guard.do, prepared.functions)
     if config.webhook:
-        address(config.webhook)
+        resolve_address(config.webhook)
     return prepared.notes  # which makes the pools
 
 # %% ../../nbs/workbench/03_prepare.ipynb #prep-places

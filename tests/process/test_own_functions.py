@@ -11,7 +11,7 @@ import rlbench as rl
 from rlbench.base.safe_call import call_within
 from rlbench.knobs import FileFunction, capture_function
 from rlbench.loop.config_files import load_config
-from rlbench.runtime.environment_worker import warm
+from rlbench.runtime.environment_worker import import_ahead_of_call
 from rlbench.views.rescore import rescore
 from rlbench.workbench.handle import newest_run
 from rlbench.workbench.user_module import keep_function
@@ -98,7 +98,7 @@ def test_imports_are_not_on_the_deadline(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = FileFunction(capture_function(slow_import), "slow_import.py")
-    warm(own)
+    import_ahead_of_call(own)
     assert call_within(0.2, own, np.array([1.0, 0.0])).tolist() == [0.5, -0.5]
     del sys.modules["rlbench_test_slow_library"]
     inline_run(tmp_path, "short", {**SCRIPTED, "steps": 2, "deadlines": {"function": 0.2}})

@@ -15,7 +15,7 @@ from rlbench.base.run_files import read_json
 from rlbench.base.status import read_status
 from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
 from rlbench.cli.progress import disk_text
-from rlbench.loop.guards import ALERTS, first_guards, short_names, without
+from rlbench.loop.guards import ALERTS, first_guards, remove_guard, short_names
 from rlbench.runtime.diagnosis import diagnose
 from rlbench.runtime.live_view import LiveView
 from rlbench.runtime.signs import Change, Exams, RunHistory, Unused
@@ -305,7 +305,7 @@ def test_guards_have_short_names():
     watched = first_guards(ALERTS, [("grad_norm > 100", "stop")])
     names = short_names(watched)
     assert list(names.values())[:4] == ["loss", "grad_norm", "ess", "kl_sampler"] and names["guard-1"] == "grad_norm-3"
-    kept = without(watched, "grad_norm-3")
+    kept = remove_guard(watched, "grad_norm-3")
     assert [guard.id for guard in watched if guard not in kept] == ["guard-1"]
 
 
