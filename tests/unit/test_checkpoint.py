@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -432,8 +431,7 @@ SCHEMA_1 = Path(__file__).parents[1] / "helpers" / "schema_1_runs.tar.gz"
 @pytest.mark.parametrize("name", ["waves", "partial", "episodes"])
 def test_a_run_saved_under_schema_1_continues_as_it_did_then(tmp_path, name):
     "Killed and resumed runs of the rlbench whose state was one flat record: resumed today they end with the same digest."
-    with tarfile.open(SCHEMA_1) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(SCHEMA_1, tmp_path)
     expected = read_json(tmp_path / "digests.json")[name]
     resumed = taken_up(tmp_path / name)
     assert resumed.start.manifest.schema == 1
