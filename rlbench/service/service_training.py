@@ -333,7 +333,7 @@ def own_saved(state: ServiceState, address: str, tenant: str) -> SavedState | No
     saved = state.saved.get(address)
     return saved if saved is not None and saved.tenant == tenant else None
 
-
+# %% ../../nbs/service/07_service_training.ipynb #service_training-words
 def unknown_weights(address: str) -> str:
     "The words for saved weights that are not there."
     return f"path: no saved training weights at {address[:120]!r}; save_weights makes them"
