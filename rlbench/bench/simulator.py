@@ -18,11 +18,12 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
+from ..base.collector import without_collector
 from .harness import LOOP_ALONE, Say, say_nothing
 from ..loop.config import RunConfig, make_config
 from ..loop.world import DecodeCurve, Spread, World
 from ..models.hardware import machine
-from ..planning.simulator import check_simulation, new_simulation, simulate, without_collector
+from ..planning.simulator import check_simulation, new_simulation, simulate
 
 # %% ../../nbs/bench/02_simulator.ipynb #bench-simulator-one
 IN_ENGINE = 64  # rollouts that an engine writes at a time

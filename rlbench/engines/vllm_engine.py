@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'CPU_ENVIRONMENT', 'M_MMAP_THRESHOLD', 'M_TRIM_THRESHOLD', 'MOST_KEPT_BYTES', 'SET_HERE', 'DRAWS',
            'RUNNER_CHOICE', 'ENGINE_DRAW_ONLY', 'GPU_QUANTIZATIONS', 'BLOCK', 'vllm_missing', 'settle_vllm',
-           'keep_freed_memory', 'hide_output', 'pause_collection', 'check_options', 'check_quantization', 'VllmCore',
-           'named_config', 'inspect_here', 'pages_of', 'cache_options', 'spread_values', 'mend_cpu_drafts',
-           'make_engine', 'slots_of_cache']
+           'keep_freed_memory', 'hide_output', 'check_options', 'check_quantization', 'VllmCore', 'named_config',
+           'inspect_here', 'pages_of', 'cache_options', 'spread_values', 'mend_cpu_drafts', 'make_engine',
+           'slots_of_cache']
 
 # %% ../../nbs/engines/08_vllm_engine.ipynb #vllmengine-imports
 # Starting a vLLM engine.
@@ -39,6 +39,7 @@ from difflib import get_close_matches
 import numpy as np
 import torch
 
+from ..base.collector import without_collector
 from .vllm_draw import last_kept, take_drawn
 from .vllm_weights import served_head
 from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
@@ -130,18 +131,6 @@ def hide_output() -> Iterator[None]:
             for stream, duplicate in saved:
                 os.dup2(duplicate, stream)
                 os.close(duplicate)
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    "Collect no garbage meanwhile: the import of vLLM sets that off again and again, for a quarter of its time."
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 # %% ../../nbs/engines/08_vllm_engine.ipynb #vllmengine-options
 SET_HERE = {  # options that rlbench sets, and by what
@@ -364,7 +353,7 @@ def make_engine(
     if draw == "counter":
         os.environ[RUNNER_CHOICE] = "0"
     had_engine = "vllm" in sys.modules
-    with hide_output(), pause_collection():
+    with hide_output(), without_collector():
         from vllm import EngineArgs, LLMEngine
 
         if had_engine:

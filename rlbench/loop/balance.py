@@ -154,34 +154,34 @@ def picture_of(rows: Sequence[BatchRow], s: Settings) -> Picture:
     def total(name):
         return sum(getattr(r, name) for r in rows)
 
-    def share(name):
+    def share_of_time(name):
         return total(name) / seconds
 
-    def mean(name):
+    def mean_of_batches(name):
         return total(name) / n
 
     def error(values):
         return math.sqrt(sum((v - sum(values) / n) ** 2 for v in values) / max(1, n - 1) / n)
 
-    steps = total("decoded") / max(1e-9, mean("running"))  # of each generator
+    steps = total("decoded") / max(1e-9, mean_of_batches("running"))  # of each generator
     ended, dropped = rows[-1].ended - rows[0].ended, rows[-1].dropped - rows[0].dropped
     return Picture(
         rows=n,
-        wait=share("wait"),
+        wait=share_of_time("wait"),
         wait_error=error([r.wait / (r.seconds or 1.0) for r in rows]),
-        in_flight=mean("in_flight"),
-        in_queue=mean("in_queue"),
+        in_flight=mean_of_batches("in_flight"),
+        in_queue=mean_of_batches("in_queue"),
         lag_error=error([r.in_flight + r.in_queue for r in rows]),
-        idle=share("idle"),
-        overhead=share("overhead"),
-        publishing=share("publishes"),
-        scoring=share("scores"),
+        idle=share_of_time("idle"),
+        overhead=share_of_time("overhead"),
+        publishing=share_of_time("publishes"),
+        scoring=share_of_time("scores"),
         speed=total("decoded") / max(1e-9, s.generators * total("writes")),
         turn=s.decode_steps * total("writes") / max(1e-9, steps) / (seconds / n),
-        running=mean("running"),
-        live=mean("live"),
-        length=mean("length"),
-        unusable=mean("unusable"),
+        running=mean_of_batches("running"),
+        live=mean_of_batches("live"),
+        length=mean_of_batches("length"),
+        unusable=mean_of_batches("unusable"),
         dropped=dropped / max(1, ended),
     )
 

@@ -16,7 +16,8 @@ __all__ = ['FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FINISHED', 'describe_spent_bu
 #   * A run is done only when no group is alive, nothing trains or is being evaluated, and no checkpoint is being
 #     written. So the books are closed.
 #   * Every command that was waiting then is refused in the journal.
-#   * A run that drains is evaluated before it is done; one that stops or fails is not. The policy of each is saved, if the trainer is up and a version was made.
+#   * A run that drains is evaluated before it is done; one that stops or fails is not. The policy of each is
+#     saved, if the trainer is up and a version was made.
 #
 # If the process around the loop fails, nobody will answer any more: `abandon_run` gives everything alive its fate.
 from .actions import Save

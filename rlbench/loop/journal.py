@@ -17,7 +17,8 @@ __all__ = ['KINDS_ON_DISK', 'VERBS', 'PLACEMENT_KNOBS', 'moment_of', 'journal_co
 #     undone gets another row, `lost` (`runtime.resumed`).
 #   * The moment in a row (version, groups dispatched, whether a batch trains, number of the event) is when the command
 #     took effect. A replay uses it, and calls the first three the command's place.
-#   * The digest covers batches and changes in the order of versions, and evaluations in any order. The order in which other events arrive does not change it, so live runs, resumed runs and replays share one definition.
+#   * The digest covers batches and changes in the order of versions, and evaluations in any order. The order in which
+#     other events arrive does not change it, so live runs, resumed runs and replays share one definition.
 #
 # This module does not carry a command out: `commands`, `placement` and `watch` do.
 from dataclasses import replace

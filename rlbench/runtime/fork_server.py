@@ -45,6 +45,8 @@ from pathlib import Path
 
 import psutil
 
+from ..base.collector import without_collector
+
 # %% ../../nbs/runtime/04_fork_server.ipynb #fork-system
 def why_no_forks(platform: str = sys.platform) -> str:
     "Why workers cannot be forked on this system; empty if they can."
@@ -58,21 +60,19 @@ def why_no_forks(platform: str = sys.platform) -> str:
 def import_ahead(modules: Iterable[str]) -> str:
     """Import modules into a process that will be forked, and call what is named `module:function`, for what it
     keeps. Returns why the process must not be forked; empty if it may. Nothing is imported after the first reason."""
-    gc.disable()  # it would look at all that is imported again and again, for a quarter of the time
     reason = why_unfit(count_threads(), has_touched_device())
     try:
-        for name in modules:
-            if reason:
-                return reason
-            module, _, function = name.partition(":")
-            found = importlib.import_module(module)
-            if function:
-                getattr(found, function)()
-            reason = why_unfit(count_threads(), has_touched_device())
+        with without_collector():
+            for name in modules:
+                if reason:
+                    return reason
+                module, _, function = name.partition(":")
+                found = importlib.import_module(module)
+                if function:
+                    getattr(found, function)()
+                reason = why_unfit(count_threads(), has_touched_device())
     except Exception as error:
         return f"{name} cannot be imported ({type(error).__name__}: {error})"
-    finally:
-        gc.enable()
     if not reason:
         gc.freeze()  # a collection beforehand takes a third of a second, and finds next to nothing
     return reason

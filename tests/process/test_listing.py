@@ -102,6 +102,12 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
     live = rl.attach("tiny-6", runs=runs).folder
     write_status(live, replace(read_status(live), state="running", host="elsewhere"))
     assert "'tiny-6' is running; stop it first" in call(runs, "rm", "tiny-*", "--yes", code=2)
+    other = rl.attach("tiny-9", runs=runs).folder
+    stopped = read_status(other)
+    write_status(other, replace(stopped, state="running", host="elsewhere"))
+    refused = call(runs, "rm", "tiny-*", "--yes", code=2)
+    assert "rlbench stop tiny-6; rlbench stop tiny-9" in " ".join(refused.split())  # the verb takes one run
+    write_status(other, stopped)
     assert len(rl.runs(runs)) == 20
     assert "moved to" in call(runs, "archive", "ablation-*", "tiny-0")
     assert "tiny-0 " not in call(runs, "ls") and "tiny-0 " in call(runs, "ls", "--archived")

@@ -121,5 +121,18 @@ def test_a_kept_advantage_is_a_module_that_a_run_trains_with(tmp_path):
     assert newest.name == "own" and newest.config.advantage["name"] == "shorter"
 
 
+def test_a_function_that_cannot_be_kept_leaves_nothing(tmp_path):
+    "Neither a name that hides another module nor a module that somebody wrote by hand costs a notebook."
+    mine = tmp_path / "mine"
+    with pytest.raises(ValueError, match="'json' would hide"):
+        keep_function(shorter, "json", folder=mine)
+    assert not mine.exists()
+    mine.mkdir()
+    (mine / "by_hand.py").write_text("answer = 42")
+    with pytest.raises(ValueError, match="was not exported from a notebook"):
+        keep_function(shorter, "by_hand", folder=mine)
+    assert [path.name for path in mine.iterdir()] == ["by_hand.py"]
+
+
 def test_without_a_run_of_ones_own_there_is_a_scripted_one(tmp_path):
     assert newest_run(tmp_path / "none").status.version == 8 and not (tmp_path / "none").exists()

@@ -190,3 +190,31 @@ def test_second_make_installs_nothing(tmp_path):
     assert "requirements-docs.lock" in told("docs")
     (project / ".venv/.docs").touch()
     assert "pip install" not in told("docs") and "build/docs" in told("docs")
+
+
+@pytest.mark.parametrize(
+    "optimized, version, chosen",
+    [("1", "3.11", "python3"), ("0", "3.11", "/usr/bin/python3"), ("0", "3.12", "python3"), ("0", "", "python3")],
+)
+def test_make_takes_the_systems_python_for_one_that_is_compiled_plainly(tmp_path, optimized, version, chosen):
+    "Only if that has the same version and can make a virtual environment; else the first on PATH, and `PYTHON=` always."
+    first = tmp_path / "python3"
+    first.write_text(
+        f'#!/bin/sh\ncase "$2" in *CONFIG_ARGS*) [ {optimized} = 1 ];; *) echo {version.replace(".", " ")};; esac\n'
+    )
+    first.chmod(0o755)
+    shown = tmp_path / "Makefile"
+    shown.write_text(f"include {ROOT}/Makefile\nshow:\n\t@echo $(PYTHON)\n")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def python_of(*arguments: str) -> str:
+        made = subprocess.run(
+            ["make", "-f", str(shown), "show", *arguments], capture_output=True, text=True, check=True, env=environment
+        )
+        return made.stdout.strip()
+
+    makes_environments = "import ensurepip, sys, venv; raise SystemExit(sys.version_info[:2] != (3, 11))"
+    if subprocess.run(["/usr/bin/python3", "-c", makes_environments], stderr=subprocess.DEVNULL).returncode:
+        chosen = "python3"  # this system has none that would do
+    assert python_of() == chosen
+    assert python_of("PYTHON=python3.11") == "python3.11"

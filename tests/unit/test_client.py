@@ -169,6 +169,8 @@ def test_bad_requests_are_openais(client):
     async def all_of():
         await refused("temperature", temperature=-0.1)
         await refused("top_p", top_p=0)
+        await refused("stop_token_ids", extra_body={"stop_token_ids": ["x"]})
+        await refused("stop_token_ids", extra_body={"stop_token_ids": 5})
         await refused("max_tokens", max_tokens=500)
         await refused("presence_penalty", presence_penalty=1)
         await refused("top_q", extra_body={"top_q": 1})
