@@ -19,7 +19,7 @@ __all__ = ['UNFINISHED', 'unfinished_rollouts', 'unfinished_share', 'groups_of',
 #
 # This module does not stop evaluations: they are waited for.
 from .actions import MarkOld
-from .fates import ask_to_stop, begin_next_attempt, discard_groups, end_rollout, give_fate, next_attempt
+from .fates import ask_to_stop, discard_groups, end_rollout, give_fate, next_attempt
 from rlbench.loop.state import (
     ActorState,
     GroupState,
@@ -151,20 +151,16 @@ def interrupt(state: LoopState, rollouts: list[RolloutState], actions: list) -> 
         return
     ask_to_stop(rollouts, strategy, actions)
     if is_synchronous(state):
-        _hold_back_unsent(state, rollouts, actions)
+        _hold_back_unsent(state, rollouts)
     state.scoring.to_settle += [group.id for group in groups]
 
 
-def _hold_back_unsent(state: LoopState, rollouts: list[RolloutState], actions: list) -> None:
-    "Hold back those that no generator has; an episode between two turns restarts, or continues as a partial."
+def _hold_back_unsent(state: LoopState, rollouts: list[RolloutState]) -> None:
+    "Hold back those that no generator has; an episode between two turns continues as a partial."
     unsent = [rollout for rollout in rollouts if rollout.status in ("to_send", "partial")]
     ids = {rollout.id for rollout in unsent}
     for rollout in unsent:
-        if rollout.status != "to_send" or not rollout.turns:
-            continue
-        if state.config.stragglers == "requeue":
-            begin_next_attempt(state, rollout, Fate.ABORTED, 0, actions)
-        else:
+        if rollout.status == "to_send" and rollout.turns:
             rollout.status = "partial"
             rollout.waited = True
     state.generation.held_back += [i for i in state.dispatch.to_send if i in ids]
