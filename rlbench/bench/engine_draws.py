@@ -32,6 +32,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from ..base.hidden_package import ADDRESS_GRAMMAR, without_package
 from ..base.run_files import write_json
 from .harness import Say, check_counts, in_turns, kept_record, median_ratio, say_nothing
 from ..engines.torch import settle_cpu
@@ -95,7 +96,7 @@ Writer = Callable[[int], int]  # tokens of each sequence -> tokens in all
 def raw_writers(model, work: DrawWork, device: str) -> Iterator[dict[str, Writer]]:
     "`vllm.LLM.generate` without and with log-probabilities, from one engine that ends with the block."
     settle_vllm(device)
-    with tempfile.TemporaryDirectory() as folder, hide_output():
+    with tempfile.TemporaryDirectory() as folder, hide_output(), without_package(ADDRESS_GRAMMAR):
         from vllm import LLM, SamplingParams
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from ..base.collector import without_collector
+from ..base.hidden_package import ADDRESS_GRAMMAR, without_package
 from .vllm_draw import last_kept, take_drawn
 from .vllm_weights import served_head
 from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
@@ -353,7 +354,7 @@ def make_engine(
     if draw == "counter":
         os.environ[RUNNER_CHOICE] = "0"
     had_engine = "vllm" in sys.modules
-    with hide_output(), without_collector():
+    with hide_output(), without_collector(), without_package(ADDRESS_GRAMMAR):
         from vllm import EngineArgs, LLMEngine
 
         if had_engine:

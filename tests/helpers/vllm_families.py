@@ -1,6 +1,7 @@
 "Small random models of several families through vLLM, against transformers; prints one JSON line."
 
 import json
+import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rlbench.base.hidden_package import ADDRESS_GRAMMAR
 from rlbench.engines.torch import settle_cpu
 from rlbench.engines.vllm import VllmGenerator
 from rlbench.generator import Request, drain
@@ -223,6 +225,5 @@ for family in FAMILIES:
         drawn_by_vllm = sample_with_vllm(first, second)
 quantized = serve_quantized(model_of("llama", 0), model_of("llama", 1))
 with_drafts = sample_with_drafts(model_of("llama", 0), model_of("llama", 1))  # last: vLLM starts no engine after numba
-print(
-    json.dumps({"families": found, "drawn by vllm": drawn_by_vllm, "with drafts": with_drafts, "quantized": quantized})
-)
+told = {"families": found, "drawn by vllm": drawn_by_vllm, "with drafts": with_drafts, "quantized": quantized}
+print(json.dumps(told | {"imported the grammar": ADDRESS_GRAMMAR in sys.modules}))

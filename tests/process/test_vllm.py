@@ -37,6 +37,7 @@ def test_families_are_served_as_transformers_computes_them(tmp_path):
     drafts = told["with drafts"]
     assert drafts["logprob_max_diff"] < 2e-3 and drafts["steps of several tokens"] > 0, drafts
     assert abs(drafts["surprise"]) < 4, drafts
+    assert not told["imported the grammar"], "vLLM imports what its start leaves out"
     eight = told["quantized"]
     assert eight["swapped as fresh"] and not eight["as before"] and 0.01 < eight["rounding"] < 2, eight
 
