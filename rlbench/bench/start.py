@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WAITS', 'ROUND', 'COMMAND_TIMES', 'StartRound', 'StartBench', 'seconds_to_version', 'writes_again',
-           'seconds_to_restart', 'stop_and_wait', 'time_one_interpreter', 'kept_round', 'command_seconds',
+           'seconds_to_restart', 'stop_and_wait', 'time_one_interpreter', 'kept_round', 'last_runs', 'command_seconds',
            'bench_start']
 
 # %% ../../nbs/bench/22_start.ipynb #start-imports
@@ -45,6 +45,8 @@ WAITS = {
     "restart_s": "a killed generator writes again",
     "import_s": "import rlbench",
     "ls_s": "rlbench ls",
+    "show_s": "rlbench show",
+    "help_s": "rlbench --help",
 }
 
 
@@ -57,6 +59,8 @@ class StartBench:
     restart_s: float  # SIGKILL of a generator to the first response of the next
     import_s: float  # import rlbench, less a bare interpreter
     ls_s: float  # rlbench ls
+    show_s: float  # rlbench show, of a run that was stopped
+    help_s: float  # rlbench --help
     rounds: tuple[StartRound, ...]
     machine: dict[str, str]
 
@@ -143,6 +147,11 @@ def kept_round(folder: Path, number: int) -> StartRound:
     return read_record(StartRound, read_json(path))
 
 
+def last_runs(place: Path) -> Path:
+    "The folder of runs of the last try of a round."
+    return max((path for path in place.glob("[0-9]*")), key=lambda path: int(path.name))
+
+
 COMMAND_TIMES = 5  # runs of a command; the median counts
 
 
@@ -167,13 +176,19 @@ def bench_start(folder: str | Path = "bench-start", rounds: int = 3, say: Say = 
     python = sys.executable
     bare_s = command_seconds([python, "-c", "pass"])
     import_s = command_seconds([python, "-c", "import rlbench"]) - bare_s
-    ls_s = command_seconds([python, "-m", "rlbench.cli.main", "ls", "--runs", str(folder / "round-0" / "0")])
+    command = [python, "-m", "rlbench.cli.main"]
+    runs = ["--runs", str(last_runs(folder / "round-0"))]
+    ls_s = command_seconds([*command, "ls", *runs])
+    show_s = command_seconds([*command, "show", "first", *runs])
+    help_s = command_seconds([*command, "--help"])
     return StartBench(
         first_s=median_of(timed, "first_s"),
         next_s=median_of(timed, "next_s"),
         restart_s=median_of(timed, "restart_s"),
         import_s=round(import_s, 3),
         ls_s=round(ls_s, 3),
+        show_s=round(show_s, 3),
+        help_s=round(help_s, 3),
         rounds=tuple(timed),
         machine=machine("torch", "transformers"),
     )

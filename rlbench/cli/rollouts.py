@@ -27,10 +27,10 @@ from rlbench.cli.terminal import (
     RunName,
     RunsOption,
     exit_on_refusal,
+    find_folder,
     parse_settings,
     print_result,
 )
-from ..foreign.opening import find_or_open
 
 if TYPE_CHECKING:
     from rlbench.views.regrade import Regraded
@@ -100,7 +100,7 @@ def print_card(
 
     with exit_on_refusal():
         changes = parse_changes(loss, set_)
-        folder = find_or_open(name, runs)
+        folder = find_folder(name, runs)
         card = loss_card(folder, rollout, attempt, policy, **changes)
         shown = card.compare(loss=parse_part(against, "--against")) if against else card
         tests = tests_of(folder, rollout, attempt)

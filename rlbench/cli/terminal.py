@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'QuietOption', 'DetachOption', 'AuthorOption', 'NOT_LIVE', 'Screen',
            'print_text', 'progress_printer', 'as_plain_data', 'print_json', 'print_result', 'plain_table',
-           'exit_on_refusal', 'exit_on_termination', 'open_reader', 'open_run', 'parse_settings']
+           'exit_on_refusal', 'exit_on_termination', 'find_folder', 'open_reader', 'open_run', 'parse_settings']
 
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-imports
 # What all verbs share: how a run is named, and how results, notes and refusals are printed.
@@ -23,7 +23,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.refusals import describe_refusal
+from ..base.runs_folder import find_run_folder
 from ..base.status import ENDED
 from ..untrusted import make_json_visible, make_visible
 
@@ -137,20 +138,28 @@ AuthorOption = Annotated[str, typer.Option(help="author of the command, for the 
 NOT_LIVE = (*ENDED, "dead")  # states in which a run trains nothing any more
 
 
+def find_folder(name: str, runs: str | Path | None = None) -> Path:
+    """The folder of the run with this name or path; a run of another system is opened for it. Raises FileNotFoundError
+    with the nearest known names."""
+    with suppress(FileNotFoundError):
+        return find_run_folder(name, runs)
+    from rlbench.foreign.opening import find_or_open  # knows the formats of all other systems
+
+    return find_or_open(name, runs)
+
+
 def open_reader(name: str, runs: str | Path | None = None) -> "RunReader":
     "A reader of the run with this name or path. Raises FileNotFoundError with the nearest known names."
-    from rlbench.foreign.opening import find_or_open
     from rlbench.runtime.run_reader import RunReader
 
-    return RunReader(find_or_open(name, runs))
+    return RunReader(find_folder(name, runs))
 
 
 def open_run(name: str, runs: str | Path | None = None) -> "Run":
     "The handle of the run with this name or path. Raises FileNotFoundError with the nearest known names."
-    from rlbench.foreign.opening import find_or_open
     from rlbench.workbench.opened_run import run_in
 
-    return run_in(find_or_open(name, runs))
+    return run_in(find_folder(name, runs))
 
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-settings
 def parse_settings(assignments: Sequence[str] | None) -> dict[str, object]:

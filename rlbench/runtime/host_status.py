@@ -30,10 +30,11 @@ import numpy as np
 
 from ..base.status import HostedActor, HostStatus, Status
 from ..loop.events import kind_of
-from ..loop.state import LoopState
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from rlbench.loop.state import LoopState
 
 # %% ../../nbs/runtime/21_host_status.ipynb #host-status-homes
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class DecodePace:
 
 # %% ../../nbs/runtime/21_host_status.ipynb #host-status-records
 def hosts_in_status(
-    hosts: ActorHosts, state: LoopState, pace: DecodePace, now: float, wall_s: float
+    hosts: ActorHosts, state: "LoopState", pace: DecodePace, now: float, wall_s: float
 ) -> tuple[HostStatus, ...]:
     """The hosts of a run for its status: those that have an address, then others with actors, then others that the
     loop knows. `now`: on the run's clock; `wall_s`: the same moment in seconds since 1970."""
@@ -103,7 +104,7 @@ def hosts_in_status(
     return tuple(records)
 
 
-def actors_on_host(host: str, hosts: ActorHosts, state: LoopState) -> set[str]:
+def actors_on_host(host: str, hosts: ActorHosts, state: "LoopState") -> set[str]:
     "The actors that live on a host, and those that lost it and wait for another one."
     waiting = state.hosts.waiting
     living = {actor for actor, home in hosts.homes.items() if home == host and actor not in waiting}
@@ -117,7 +118,7 @@ def actor_order(name: str) -> tuple[int, str, str]:
     return place, kind, name.removeprefix(kind).zfill(8)
 
 
-def hosted_actor(name: str, state: LoopState, pace: DecodePace, now: float) -> HostedActor:
+def hosted_actor(name: str, state: "LoopState", pace: DecodePace, now: float) -> HostedActor:
     "The record of one actor. A process of a trainer with several is in the state of the trainer."
     actor = state.actors.get(name) or state.actors.get(kind_of(name))
     if actor is not None and actor.given_up:

@@ -39,6 +39,30 @@ def test_show_has_the_promised_keys(folder):
     assert "books closed" in text and "report.html" in text and "held-out solve rate" in text
 
 
+LISTING = """
+import sys
+from rlbench.cli.main import main
+sys.argv[1:] = {words}
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+print(*sys.modules)
+"""
+# the classes of the configuration bring in all that a run can choose from; the formats are those of other systems
+NOT_READ_WITH = {"torch", "transformers", "plotly", "pandas", "rlbench.loop.config", "rlbench.foreign.registry"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ls"], ["show", "x"], ["show", "x", "--json"]], ids=" ".join)
+def test_commands_that_only_look_import_little(folder, words, script):
+    "A person waits for these imports at every command."
+    process = script(LISTING.format(words=words), cwd=folder)
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    modules = set(output.splitlines()[-1].split())
+    assert "rlbench.cli.main" in modules and modules & NOT_READ_WITH == set()
+
+
 def test_ls_digest_and_log(folder):
     (listed,) = verb_facts(folder, "ls")["runs"]
     assert (listed["run"], listed["state"], listed["version"]) == ("x", "finished", 4)
