@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is 
     from rlbench.loop.config_files import load_config
     from rlbench.loop.config_tables import ConfigError
     from rlbench.records import Fate, Outcome, Rollout, Task
-    from rlbench.service.serve_tinker import serve_tinker  # noqa: F401
+    from rlbench.service.tinker_service import serve_tinker  # noqa: F401
     from rlbench.views.comparison import compare
     from rlbench.workbench.ablation import ablate
     from rlbench.workbench.handle import Run, attach, run
@@ -50,7 +50,7 @@ _HOMES = {
     "open": "rlbench.workbench.opened_run:open_run",  # not in __all__: a star import must not hide Python's own
     "run": "rlbench.workbench.handle",
     "runs": "rlbench.workbench.runs_table",
-    "serve_tinker": "rlbench.service.serve_tinker",  # not in __all__: fourteen names are enough for a star import
+    "serve_tinker": "rlbench.service.tinker_service",  # not in __all__: fourteen names are enough for a star import
 }
 
 

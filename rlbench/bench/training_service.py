@@ -348,7 +348,7 @@ def measure_costs(loops: Sequence[TenantLoop], pairs: int, say: Say = say_nothin
 @contextmanager
 def two_tenants(folder: Path, name: str) -> Iterator[tuple[object, list[TenantLoop]]]:
     "A service with the tenants of RECIPES, and their loops."
-    from rlbench.service.serve_tinker import serve_tinker
+    from rlbench.service.tinker_service import serve_tinker
 
     keys = folder / "keys.toml"
     keys.write_text("\n".join(f"[{tenant}]" for tenant in RECIPES), encoding="utf-8")

@@ -16,7 +16,7 @@ __all__ = ['ModelOption', 'HostOption', 'PortOption', 'KeyOption', 'KeysOption',
 #   * With --detach it returns when the service answers, and prints how to end it.
 #   * Exit status 1 if the service ended by itself.
 #
-# It starts no process itself and does not know the protocol: `service.serve_tinker` does.
+# It starts no process itself and does not know the protocol: `service.tinker_service` does.
 import sys
 import time
 from pathlib import Path
@@ -35,7 +35,7 @@ from rlbench.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from rlbench.service.serve_tinker import TinkerService
+    from rlbench.service.tinker_service import TinkerService
 
 # %% ../../nbs/cli/17_serving.ipynb #serving-options
 ModelOption = Annotated[str, typer.Option(help="policy to serve: an embedded one, a folder, or a name on the Hub")]
@@ -89,7 +89,7 @@ def serve_training(
     as_json: JsonOption = False,
 ) -> None:
     "Serve a policy to loops that speak Tinker's protocol, the official client among them. Ctrl-C ends it."
-    from rlbench.service.serve_tinker import serve_tinker
+    from rlbench.service.tinker_service import serve_tinker
 
     exit_on_termination()
     if not as_json:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbench.service.serve_tinker import serve_tinker
+from rlbench.service.tinker_service import serve_tinker
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 RECIPES = ("rl_loop", "sl_loop")

@@ -7,10 +7,10 @@ from loss_data import ADAM, CONFIG, STEPS, some_data
 from tinker import types
 from tinker_clients import open_client
 
-from rlbench.service.serve_tinker import serve_tinker
 from rlbench.service.service_records import CreateModel, ForwardBackward, LoraShape, OptimStep, OrderDone
 from rlbench.service.tenant_adapters import read_adapter
 from rlbench.service.tenant_trainer import TenantTrainer
+from rlbench.service.tinker_service import serve_tinker
 from rlbench.service.token_losses import TOKEN_LOSSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -10,8 +10,8 @@ import rlbench as rl
 from rlbench.base.status import read_status
 from rlbench.bench.training_service import LoopRecipe, TenantLoop
 from rlbench.cli.main import make_app
-from rlbench.service.serve_tinker import serve_tinker
 from rlbench.service.service_replay import replay_tenant
+from rlbench.service.tinker_service import serve_tinker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 KEYS = "[alice]\n[bob]\n"

@@ -17,9 +17,9 @@ from service_world import train_body
 from tinker import types
 from tinker_clients import ADAM, PROMPT, RawClient, fixed_data, odd_request, open_client, train_step
 
-from rlbench.service.serve_tinker import TinkerService, serve_tinker
 from rlbench.service.service_events import ResultKept
 from rlbench.service.service_journal import read_entries
+from rlbench.service.tinker_service import TinkerService, serve_tinker
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 HOSTILE = 300
@@ -267,7 +267,7 @@ def test_what_cannot_be_served_is_refused_before_or_in_words(tmp_path):
 def test_the_server_imports_no_torch():
     "The process that answers clients never imports what can take it down."
     script = (
-        "import sys; from rlbench.service import serve_tinker, tinker_asgi; "
+        "import sys; from rlbench.service import tinker_asgi, tinker_service; "
         "print(*{'torch', 'transformers', 'tinker', 'polars'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=400)

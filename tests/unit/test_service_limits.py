@@ -11,10 +11,10 @@ from rlbench.base.status import read_status
 from rlbench.models.hardware import TokenPrices
 from rlbench.runtime.actors import WorkerPipe
 from rlbench.service import service_records as records
-from rlbench.service.serve_tinker import serve_tinker
 from rlbench.service.service_state import Quota, ServiceRules
 from rlbench.service.service_worker import ServiceWorker, WorkerSettings
 from rlbench.service.tenant_books import TenantBooks, TenantRun, tenant_folder
+from rlbench.service.tinker_service import serve_tinker
 
 
 def test_a_trainer_that_hangs_over_an_order_is_killed_and_the_order_is_done_by_the_next_one(tmp_path):
