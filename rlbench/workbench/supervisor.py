@@ -10,7 +10,7 @@ __all__ = ['LEASE_STATUS', 'START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SI
            'processes_of_group', 'is_suspended', 'excused_seconds', 'restarts_of', 'supervise', 'end_group',
            'sweep_pool', 'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end',
            'forget_end', 'begin_server', 'usable_server', 'close_unusable', 'start_run_process', 'write_report_safely',
-           'main', 'keep_run', 'watch_run', 'finish_run']
+           'is_described', 'describe_end', 'main', 'keep_run', 'watch_run', 'finish_run']
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-imports
 # The supervisor of a run.
@@ -110,7 +110,8 @@ def log_error(text: str) -> None:
 
 
 def drive_run(driver) -> None:
-    "Drive the run to its end. Then wake a stopped supervisor; if there is none, finish the folder here."
+    """Drive the run to its end, and describe an end that is not a failure. Then wake a stopped supervisor; if there is
+    none, finish the folder here."""
     from rlbench.runtime.driver import drive
 
     try:
@@ -119,10 +120,11 @@ def drive_run(driver) -> None:
         traceback.print_exc()
     if os.getppid() == driver.supervisor:
         os.kill(driver.supervisor, signal.SIGCONT)
+        if driver.state.phase != "failed":
+            describe_end(driver.folder)
     else:
         clear_weights(driver.folder)
-        note_diagnosis(driver.folder)
-        write_report_safely(driver.folder)
+        describe_end(driver.folder)
         release_lease(driver.folder, os.environ.get(LEASE_VARIABLE, ""))
 
 
@@ -573,6 +575,18 @@ def write_report_safely(folder: Path) -> None:
     except Exception:
         traceback.print_exc()
 
+
+def is_described(folder: Path) -> bool:
+    "True if the report was written after the status."
+    report, status = folder / "report.html", folder / "status.json"
+    return report.exists() and report.stat().st_mtime_ns >= status.stat().st_mtime_ns
+
+
+def describe_end(folder: Path) -> None:
+    "Note the diagnosis of a run that has ended, and write its report."
+    note_diagnosis(folder)
+    write_report_safely(folder)
+
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-whole
 def main(folder: str, attempt: str = "0", is_forked: bool = False) -> int:
     """Run what a folder describes; `attempt` above 0 resumes it. `is_forked`: from a server that has the workers'
@@ -641,8 +655,8 @@ def watch_run(
 def finish_run(
     folder: Path, cause: str, asked: list[int], sidecars: list[subprocess.Popen], server: ForkServer | None
 ) -> int:
-    """Close what the run process left open, and write the report. A process that evaluates the policy of a failed run
-    is forked from the server, or spawned if there is none. Returns the exit status of `main`."""
+    """Close what the run process left open, and describe the end if it did not. A process that evaluates the policy of
+    a failed run is forked from the server, or spawned if there is none. Returns the exit status of `main`."""
     status = read_status(folder)
     is_refused = status.books_closed and remembered_end(folder) is not None
     forget_end(folder)
@@ -659,8 +673,8 @@ def finish_run(
         return 1
     if status.state == "failed" and not asked:
         evaluate_end(folder, asked, server)
-    note_diagnosis(folder)
-    write_report_safely(folder)
+    if not is_described(folder):
+        describe_end(folder)
     return int(status.state == "failed")
 
 
