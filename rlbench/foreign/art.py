@@ -205,14 +205,9 @@ def trajectory_fields(items: Sequence[object]) -> dict[str, object]:
     "Texts, tokens and counts of a conversation, as fields of a `ForeignResponse`."
     talk = cut_conversation([message_of_choice(item) for item in items])
     choices = [item for item in items if is_choice(item)]
-    several = len(talk.said) > 1
     calls = sum(len(as_list(as_table(choice["message"]).get("tool_calls"))) for choice in choices)
     return {
-        "prompt": talk.prompt or None,
-        "text": talk.responses[-1] if talk.said else None,
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if calls or several else None,
+        **talk.response_fields(calls),
         "reason": as_text(choices[-1]["finish_reason"]) if choices else None,
         **token_fields(choices),
     }

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SourceFile', 'BEGINNING_BYTES', 'TOKEN_PREFIX', 'LinesFile', 'WholeFile', 'NamedLoss', 'named_table', 'ForeignFormat',
-           'FileTree', 'has_keys', 'json_object', 'as_number', 'as_part', 'as_parts', 'as_whole', 'as_time', 'as_text',
-           'as_flag', 'as_numbers', 'as_wholes', 'as_token_id', 'as_table', 'as_list', 'lenient_record', 'message_text',
-           'chat_text', 'Conversation', 'cut_conversation']
+           'FileTree', 'has_keys', 'paths_outside', 'outermost_folders', 'json_object', 'as_number', 'as_part',
+           'as_parts', 'as_whole', 'as_time', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_token_id',
+           'as_table', 'as_list', 'lenient_record', 'message_text', 'chat_text', 'Conversation', 'cut_conversation']
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-imports
 # What a format is.
@@ -20,7 +20,7 @@ __all__ = ['SourceFile', 'BEGINNING_BYTES', 'TOKEN_PREFIX', 'LinesFile', 'WholeF
 # It reads at most the beginning of a file.
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -214,6 +214,17 @@ def has_keys(record: Mapping, *keys: str) -> bool:
     return all(key in record for key in keys)
 
 
+def paths_outside(paths: Iterable[Path], folders: Collection[Path]) -> set[Path]:
+    "The paths that are neither one of the folders nor below one."
+    return {path for path in paths if not any(path.is_relative_to(folder) for folder in folders)}
+
+
+def outermost_folders(folders: Collection[Path]) -> list[Path]:
+    "The folders that are below no other of them, in order."
+    inner = {folder for folder in folders for other in folders if folder != other and folder.is_relative_to(other)}
+    return sorted(set(folders) - inner)
+
+
 def json_object(path: Path) -> dict:
     "A small JSON file as a table; empty if it is none."
     try:
@@ -367,6 +378,17 @@ class Conversation:
     def responses(self) -> list[str]:
         "What the model wrote, turn by turn."
         return self.said[::2]
+
+    def response_fields(self, calls: int) -> dict[str, object]:
+        "Prompt, text, turns and calls of tools, as fields of a `ForeignResponse`."
+        several = len(self.said) > 1
+        return {
+            "prompt": self.prompt or None,
+            "text": self.responses[-1] if self.said else None,
+            "said": self.said if several else None,
+            "turns": len(self.responses) or None,
+            "calls": calls if calls or several else None,
+        }
 
 
 def cut_conversation(messages: Sequence[object], by_model: Sequence[bool] | None = None) -> Conversation:

@@ -237,17 +237,13 @@ def sample_texts(sample: dict, output: dict, choice: dict) -> dict[str, object]:
     kept = as_table(sample.get("attachments"))
     messages = [full_message(message, kept) for message in as_list(sample.get("messages"))]
     talk = cut_conversation(messages)
-    several = len(talk.said) > 1
     answers = [message for message in messages if as_table(message).get("role") == "assistant"]
     calls = sum(len(as_list(as_table(message).get("tool_calls"))) for message in answers)
-    said = talk.responses[-1] if talk.said else None
-    return {
-        "prompt": talk.prompt or input_text(sample.get("input"), kept),
-        "text": said or as_text(output.get("completion")) or as_text(as_table(choice.get("message")).get("content")),
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if calls or several else None,
-    }
+    fields = talk.response_fields(calls)
+    fields["prompt"] = fields["prompt"] or input_text(sample.get("input"), kept)
+    content = as_table(choice.get("message")).get("content")
+    fields["text"] = fields["text"] or as_text(output.get("completion")) or as_text(content)
+    return fields
 
 
 def full_message(message: object, kept: dict) -> object:

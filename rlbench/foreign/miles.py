@@ -41,6 +41,7 @@ from rlbench.foreign.formats import (
     as_wholes,
     cut_conversation,
     json_object,
+    outermost_folders,
 )
 from .rows import ForeignResponse, Host, Metric, Phase, Setting, flat_settings
 from rlbench.foreign.slime import (
@@ -93,7 +94,7 @@ def find_miles(tree: FileTree) -> list[Path]:
     found = {miles_run_folder(tree, path) for path in tree.paths if file_kind(tree, path)}
     dumps = [path for path in tree.paths if dump_kind(path) == "miles samples"]
     found |= {run for run in run_folders(tree) if any(path.is_relative_to(run) for path in dumps)}
-    return sorted(run for run in found if not any(run != other and run.is_relative_to(other) for other in found))
+    return outermost_folders(found)
 
 # %% ../../nbs/foreign/21_miles.ipynb #miles-sources
 def list_miles(tree: FileTree, run: Path) -> Iterator[SourceFile]:

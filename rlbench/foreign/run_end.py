@@ -37,7 +37,9 @@ class EndEvidence:
     written: float = 0.0  # newest of them
 
 # %% ../../nbs/foreign/38_run_end.ipynb #run-end-words
-COPIED_S = 86_400.0  # records that are this much older than their files were copied; a zone that is not written is less
+COPIED_S = (
+    86_400.0  # records this much older than their files were copied; a missing time zone shifts them by less than a day
+)
 TOGETHER_S = 5.0  # files of several steps that were written within this time were copied
 MANY_FILES = 3  # of which that can be said
 

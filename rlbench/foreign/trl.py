@@ -38,6 +38,7 @@ from rlbench.foreign.formats import (
     chat_text,
     cut_conversation,
     json_object,
+    paths_outside,
 )
 from .rows import ForeignResponse, Metric, Remark, Setting, flat_settings
 from .source_files import ForeignError, read_parquet
@@ -70,8 +71,7 @@ def find_trl(tree: FileTree) -> list[Path]:
     "The runs of a tree: folders with completions, and those with a trainer's state alone."
     with_completions = {folder_of(tree, path) for path in tree.paths if is_completions(tree, path)}
     states = {folder_of(tree, path) for path in tree.paths if is_state(path)}
-    alone = {folder for folder in states if not any(folder.is_relative_to(run) for run in with_completions)}
-    return sorted(with_completions | alone)
+    return sorted(with_completions | paths_outside(states, with_completions))
 
 
 def list_trl(tree: FileTree, run: Path) -> Iterator[SourceFile]:

@@ -133,7 +133,8 @@ def last_change(folder: Path, until: int | None) -> int:
 
 
 def last_fed_version(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
-    "The last version before a run that reaches the end of its steps begins nothing new and uses up what is left."
+    """The last version for which rollouts were dispatched. A run that ends by `steps` then only trains what is left; any
+    other run has no such version, and the number is beyond all versions."""
     endless = 2**31
     if not len(steps) or steps["version"][-1] < config.steps:
         return endless

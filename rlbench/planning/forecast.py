@@ -44,36 +44,31 @@ from .simulator import Simulated, books_since, simulate, summarize_steps
 # %% ../../nbs/planning/34_forecast.ipynb #planner-forecast
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will do. `rate`: trained rollouts a second; `step`: seconds of a batch, of which the trainer has the
-    shares `compute`, `sync`, `wait`; `ratio`: what it could take over what it gets; staleness in versions; `latency`:
-    seconds of a rollout; `unfinished`, `thrown`, `thrown_tokens`, `zero_advantage`: shares; `mfu`: while it computes;
-    dollars per million trained tokens as `latency_billed`, by `wall` clock, with what stands `beside` the GPUs
-    (sandboxes, processors), and as `listed` by an API; `even`: the hour of a GPU at which the clock and the list
-    agree; `first`: seconds until the first batch is full; `fates`: what a dollar bought."""
+    "What a run will do. Prices are dollars per million trained tokens."
 
-    how: str
-    rate: float
-    step: float
-    compute: float
-    sync: float
-    wait: float
-    ratio: float
-    staleness: float
-    oldest: float
-    latency: float
-    under_way: float
-    unfinished: float
-    thrown: float
-    thrown_tokens: float
-    zero_advantage: float
-    mfu: float
-    latency_billed: float
-    wall: float
-    beside: float
-    listed: float
-    even: float
-    first: float
-    fates: tuple[tuple[str, float], ...]
+    how: str  # the forecast was made, in words
+    rate: float  # trained rollouts a second
+    step: float  # seconds of a batch
+    compute: float  # share of the trainer's time
+    sync: float  # share of the trainer's time
+    wait: float  # share of the trainer's time
+    ratio: float  # what the trainer could take over what it gets
+    staleness: float  # mean, in versions
+    oldest: float  # largest staleness, in versions
+    latency: float  # seconds of a rollout
+    under_way: float  # rollouts in flight
+    unfinished: float  # share of the rollouts in flight when a batch is full
+    thrown: float  # share of the rollouts that are never trained
+    thrown_tokens: float  # share of the tokens that are never trained
+    zero_advantage: float  # share of the groups in which all rollouts get the same reward
+    mfu: float  # of the trainer while it computes
+    latency_billed: float  # price if the GPUs are billed for a rollout's time
+    wall: float  # price by the clock
+    beside: float  # price by the clock, with sandboxes, processors and storage
+    listed: float  # price on an API's list
+    even: float  # dollars an hour of a GPU at which the clock and the list agree
+    first: float  # seconds until the first batch is full
+    fates: tuple[tuple[str, float], ...]  # share of a dollar by what it bought
 
 
 def fleet_of(plan: PlanFile, under_way: float) -> Fleet:

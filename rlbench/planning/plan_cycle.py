@@ -25,17 +25,15 @@ from .queueing import drop_share, group_shares
 # %% ../../nbs/planning/33_plan_cycle.ipynb #planner-cycle
 @dataclass(frozen=True)
 class Cycle:
-    """Seconds of a batch: from one to the next, computing, weights travelling; share of the rollouts that the filter
-    accepts; share of these that is too old when it is done; seconds to write the rollouts of a batch; share of the
-    time in which the engines stand still."""
+    "What a batch takes."
 
-    step: float
-    compute: float
-    sync: float
-    accepted: float
-    stale: float
-    written: float
-    still: float
+    step: float  # seconds from one batch to the next
+    compute: float  # seconds in which the trainer computes
+    sync: float  # seconds in which weights travel
+    accepted: float  # share of the rollouts that the filter accepts
+    stale: float  # share of the accepted ones that are too old when they are done
+    written: float  # seconds in which the engines write the rollouts of a batch
+    still: float  # share of the time in which the engines stand still
 
     @property
     def ratio(self) -> float:

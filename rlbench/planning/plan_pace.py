@@ -109,19 +109,18 @@ def plan_warnings(plan: PlanFile, memory: ServingMemory) -> tuple[str, ...]:
 # %% ../../nbs/planning/32_plan_pace.ipynb #planner-pace
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a rollout with so many written at once: a token, all tokens, reading the prompt, tools, a sandbox, a
-    verdict; the share of the roofline that decoding reaches, whether that was fitted, and the curve of the engine."""
+    "Seconds of a rollout while so many are written at once."
 
-    running: float
-    token: float
-    writing: float
-    reading: float
-    tools: float
-    start: float
-    score: float
-    efficiency: float
-    fitted: bool
-    decode: DecodeCurve
+    running: float  # rollouts written at once
+    token: float  # seconds of a token
+    writing: float  # seconds of all tokens
+    reading: float  # seconds of the prompt
+    tools: float  # seconds
+    start: float  # seconds of a sandbox
+    score: float  # seconds of a verdict
+    efficiency: float  # share of the roofline that decoding reaches
+    fitted: bool  # True if the efficiency follows from a measured rate
+    decode: DecodeCurve  # of an engine
 
     @property
     def engine(self) -> float:

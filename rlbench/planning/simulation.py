@@ -76,22 +76,20 @@ class SimulatedRollout:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A version: when it was made; seconds that the trainer computed, published and waited since the version before;
-    rollouts, their tokens, mean seconds from dispatch to verdict, mean and largest staleness in versions; share
-    unfinished when the batch was full; and the books until then, (attempts, tokens, seconds) by fate."""
+    "A version. Seconds of the trainer count from the version before."
 
     version: int
-    at: float
-    compute: float
-    sync: float
-    wait: float
-    rollouts: int
-    tokens: float
-    latency: float
-    staleness: float
-    oldest: int
-    unfinished: float
-    books: Mapping[str, tuple[float, float, float]]
+    at: float  # second at which it was made
+    compute: float  # seconds in which the trainer computed
+    sync: float  # seconds in which it published
+    wait: float  # seconds in which it waited
+    rollouts: int  # that it trained on
+    tokens: float  # of these rollouts
+    latency: float  # mean seconds from dispatch to verdict
+    staleness: float  # mean, in versions
+    oldest: int  # largest staleness, in versions
+    unfinished: float  # share of the rollouts in flight when the batch was full
+    books: Mapping[str, tuple[float, float, float]]  # until then: fate -> attempts, tokens, seconds
 
 # %% ../../nbs/planning/03_simulation.ipynb #simulation-luck
 QUANTILE_COUNT = 4001  # of a distribution of solve rates

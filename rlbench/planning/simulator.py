@@ -17,6 +17,7 @@ __all__ = ['SimulatedLedger', 'new_simulation', 'Simulated', 'check_simulation',
 #   * The same configuration, world and seed give the same result to the last digit.
 #
 # A run that fails, or in which nothing can happen any more, raises RuntimeError with the reason.
+# `simulate_together` is for pages and tests; no verb calls it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -195,7 +196,7 @@ def simulate(
     return result_of(simulation)
 
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-simulate-2
-def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed: int = 0) -> list[Simulated]:
+def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int) -> list[Simulated]:
     """Simulate several runs on the generator of the first: its engines, its decode curve, its cache. Its engines
     never stand still: the runs publish adapters. Ends when every run has made `until` versions."""
     clock = EventHeap()
@@ -204,7 +205,7 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
     tenants = []
     for number, (config, world) in enumerate(runs):
         shared = replace(world, engines=first.engines, decode=first.decode, cache_tokens=first.cache_tokens)
-        tenants.append(new_simulation(config, shared, seed, clock=clock, pool=pool, number=number))
+        tenants.append(new_simulation(config, shared, clock=clock, pool=pool, number=number))
 
     def is_done(tenant: Simulation) -> bool:
         return tenant.state.version >= until or tenant.state.phase in FINISHED
@@ -225,21 +226,19 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-summary
 @dataclass(frozen=True)
 class Summary:
-    """Figures over several versions: rollouts trained a second, seconds of a batch, shares of the trainer's time, mean
-    and largest staleness in versions, seconds of a rollout, share unfinished when a batch was full, tokens of a
-    trained rollout, and the share of the attempts that ended in training."""
+    "Figures over several versions."
 
-    rate: float
-    step: float
-    compute: float
-    sync: float
-    wait: float
-    staleness: float
-    oldest: int
-    latency: float
-    unfinished: float
-    tokens: float
-    accepted: float
+    rate: float  # rollouts trained a second
+    step: float  # seconds of a batch
+    compute: float  # share of the trainer's time
+    sync: float  # share of the trainer's time
+    wait: float  # share of the trainer's time
+    staleness: float  # mean, in versions
+    oldest: int  # largest staleness, in versions
+    latency: float  # seconds of a rollout
+    unfinished: float  # share of the rollouts in flight when a batch was full
+    tokens: float  # of a trained rollout
+    accepted: float  # share of the attempts that ended in training
 
 
 def books_since(steps: Sequence[SimulatedStep], skip: int = 0) -> dict[str, tuple[float, float, float]]:
