@@ -64,7 +64,7 @@ def list_areal(tree: FileTree, run: Path) -> Iterator[LinesFile]:
             evaluation = "evaluation" if is_evaluation else None
             yield LinesFile(path, partial(read_response, folder=path.parent.name, evaluation=evaluation))
         elif is_sessions(tree, path):
-            yield LinesFile(path, read_sessions, together=True)
+            yield LinesFile(path, read_sessions, reads_in_batches=True)
 
 # %% ../../nbs/foreign/23_areal.ipynb #areal-versions
 def generated_versions(value: object, most: int) -> list[int] | None:
@@ -222,7 +222,7 @@ AREAL = ForeignFormat(
     find=find_areal,
     files=list_areal,
     first_step=0,
-    counts_anew=True,
+    restarts_numbering=True,
     assumptions={
         "rollouts.seconds": "times: a task's sessions are taken for its responses in order; only the task is written",
     },

@@ -83,11 +83,11 @@ def list_art(tree: FileTree, run: Path) -> Iterator[SourceFile]:
             evaluation = None if path.parent.name == "train" else path.parent.name
             yield WholeFile(path, partial(read_trajectories, step=step, evaluation=evaluation))
         elif is_history(tree, path):
-            yield LinesFile(path, read_history, soon=True)
+            yield LinesFile(path, read_history, is_read_first=True)
         elif path.suffix == ".json" and is_profile(path):
-            yield WholeFile(path, read_profile, soon=True)
+            yield WholeFile(path, read_profile, is_read_first=True)
         elif path.name == "state.json" and path.parent == run:
-            yield WholeFile(path, read_state, soon=True)
+            yield WholeFile(path, read_state, is_read_first=True)
 
 # %% ../../nbs/foreign/25_art.ipynb #art-rows
 WANTED = (

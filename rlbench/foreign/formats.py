@@ -39,11 +39,11 @@ class LinesFile:
     path: Path
     read: Callable[..., Iterable[Row]]
     record: type = dict
-    packed: bool = False  # zstd frames; then it is read whole
-    soon: bool = False  # a first look reads it whole
+    is_zstd: bool = False  # zstd frames; then it is read whole
+    is_read_first: bool = False  # a first look reads it whole
     stream: str = ""  # of the streams of a run, a first look reads the same parts
     members: tuple[Path, ...] = ()  # a file of lines is read alone
-    together: bool = False  # `read` takes the records of a piece at once, for events that belong together
+    reads_in_batches: bool = False  # `read` takes the records of a piece at once, for events that belong together
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WholeFile:
 
     path: Path
     read: Callable[[Path], Iterable[Row]]
-    soon: bool = False
+    is_read_first: bool = False
     stream: str = ""
     members: tuple[Path, ...] = ()
 
@@ -93,10 +93,12 @@ class ForeignFormat:
     names_runs: bool = False  # the path of a run is a name: a file, or a folder's files, can hold several runs
     samples_only: bool = False  # the responses are a few examples of a step: no figure of a step is computed from them
     reward_part: str = ""  # part that is taken for the reward, where a response has parts and no reward
-    takes_part: bool = False  # no part is named as the reward: the one that most responses have is taken
+    uses_commonest_part: bool = False  # no part is named as the reward: the one that most responses have is taken
     chosen_part: str = ""  # part that the user takes for the reward
-    written_after: str = ""  # the system's setting that drops groups before they are written
-    counts_anew: bool = False  # a restarted system gives ids of responses again, and counts versions from its start
+    group_filter_setting: str = ""  # the system's setting that drops groups before they are written
+    restarts_numbering: bool = (
+        False  # a restarted system gives ids of responses again, and counts versions from its start
+    )
     assumptions: Mapping[str, str] = field(default_factory=dict)  # table.column -> the guess that is in it, in words
     loss: Callable[[Mapping[str, object]], "NamedLoss | None"] | None = None  # what its settings say of the loss
     end_marks: Mapping[str, tuple] = field(default_factory=dict)  # pattern of a setting -> its values at a run's end

@@ -283,7 +283,7 @@ SKYRL = ForeignFormat(
     layout="dumped_evals and dumped_data, 0.4",
     find=find_skyrl,
     files=list_skyrl,
-    written_after="trainer.algorithm.dynamic_sampling.type",
+    group_filter_setting="trainer.algorithm.dynamic_sampling.type",
     metrics={
         "reward_mean": "avg_final_rewards",
         "length_mean": "avg_response_length",

@@ -173,7 +173,7 @@ class PackedFrame:
 
     start: int
     size: int
-    plain: int
+    unpacked_bytes: int
 
 
 SEEK_MAGIC = 0x8F92EAB1  # ends a file in zstd's seekable format
@@ -209,13 +209,13 @@ def zstd_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[b
 
     with named_faults(path), open(path, "rb") as file:
         frames = packed_frames(path) if end is not None else []
-        left = sum(frame.plain for frame in frames if start <= frame.start < end) if frames else math.inf
+        left = sum(frame.unpacked_bytes for frame in frames if start <= frame.start < end) if frames else math.inf
         before = [frame for frame in frames if frame.start < start]
         file.seek(before[-1].start if before else 0)
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         text = io.BufferedReader(reader, MIB)
         if before:
-            text.read(before[-1].plain - 1)
+            text.read(before[-1].unpacked_bytes - 1)
             left -= len(text.readline(LINE_BYTES)) - 1  # the rest of a line that belongs to the frame before
         while left > 0 and (line := text.readline(LINE_BYTES)):
             if len(line) >= LINE_BYTES:

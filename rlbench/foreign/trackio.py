@@ -315,7 +315,7 @@ def _add_database(found: Index, path: Path) -> None:
     names = [run.name for run in runs]
     for run in runs:
         name = run_path(path.parent, path.stem, run.name, run.value, names)
-        found.setdefault(name, []).append(WholeFile(path, partial(read_database, run=run), soon=True))
+        found.setdefault(name, []).append(WholeFile(path, partial(read_database, run=run), is_read_first=True))
 
 
 def _add_fragments(found: Index, tree: FileTree) -> None:

@@ -83,9 +83,9 @@ def list_trl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
         if is_completions(tree, path):
             yield WholeFile(path, read)
         elif path == state:
-            yield WholeFile(path, read_state, soon=True)
+            yield WholeFile(path, read_state, is_read_first=True)
         elif is_event_file(path):
-            yield WholeFile(path, read_scalars, soon=True)
+            yield WholeFile(path, read_scalars, is_read_first=True)
 
 
 def newest_state(tree: FileTree, run: Path) -> Path | None:

@@ -121,7 +121,7 @@ VERL = ForeignFormat(
     find=find_verl,
     files=list_verl,
     guess_groups="equal prompts",
-    written_after="algorithm.filter_groups.enable",
+    group_filter_setting="algorithm.filter_groups.enable",
     metrics={
         "reward_mean": "critic/score/mean",
         "reward_min": "critic/score/min",

@@ -25,12 +25,12 @@ from ..models.hardware import TokenPrices
 # %% ../../nbs/planning/20_cost.ipynb #cost-fleet
 @dataclass(frozen=True)
 class Fleet:
-    """Machines that a run keeps busy: GPUs, their price an hour, and dollars an hour for everything beside them
+    """Machines that a run keeps busy: GPUs, their price an hour, and dollars an hour for everything else
     (sandboxes, processors, storage) by name."""
 
     gpus: int
     gpu_hour: float
-    beside: tuple[tuple[str, float], ...] = ()
+    other_hourly: tuple[tuple[str, float], ...] = ()
 
     @property
     def gpus_hourly(self) -> float:
@@ -40,7 +40,7 @@ class Fleet:
     @property
     def hourly(self) -> float:
         "Dollars an hour for everything."
-        others = sum(dollars for _, dollars in self.beside)
+        others = sum(dollars for _, dollars in self.other_hourly)
         return self.gpus_hourly + others
 
 
@@ -75,10 +75,10 @@ def latency_billed(fleet: Fleet, batch: Batch) -> float:
     return per_million(fleet.gpus_hourly, batch.latency, batch.tokens)
 
 
-def wall_clock(fleet: Fleet, batch: Batch, beside: bool = False) -> float:
+def wall_clock(fleet: Fleet, batch: Batch, includes_other: bool = False) -> float:
     """Dollars per million tokens if the fleet is billed for the time between two batches, as an invoice does;
-    `beside`: with what stands beside the GPUs."""
-    return per_million(fleet.hourly if beside else fleet.gpus_hourly, batch.wall, batch.tokens)
+    `includes_other`: with what is paid for besides the GPUs."""
+    return per_million(fleet.hourly if includes_other else fleet.gpus_hourly, batch.wall, batch.tokens)
 
 # %% ../../nbs/planning/20_cost.ipynb #cost-prices
 def token_priced(prices: TokenPrices, batch: Batch) -> float:

@@ -20,7 +20,7 @@ from math import exp, expm1, inf, lgamma, log, log1p, sqrt
 from ..loop.config import RunConfig
 from ..loop.world import World
 from .fit_rollouts import cut_mean
-from .queueing import group_shares, staleness_of, tail_factor
+from .queueing import group_shares, mean_staleness_form, tail_factor
 from ..runtime.forecasts import Figures, dollars_per_thousand
 
 # %% ../../nbs/planning/17_fit_formula.ipynb #fit-form
@@ -169,7 +169,7 @@ def mean_staleness(config: RunConfig, world: World, rho: float, count: float, ra
     room = config.queue_batches or config.staleness
     if not config.queue_batches and config.backlog == "hold":
         room = max(0.0, config.staleness + config.oversample - count * sizes.accepted / config.batch)
-    found = staleness_of(
+    found = mean_staleness_form(
         rho,
         count,
         config.batch,

@@ -133,8 +133,8 @@ def last_change(folder: Path, until: int | None) -> int:
 
 
 def last_fed_version(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
-    """The last version for which rollouts were dispatched. A run that ends by `steps` then only trains what is left; any
-    other run has no such version, and the number is beyond all versions."""
+    """The last version for which rollouts were dispatched: a run that ends by `steps` then only trains what is left.
+    For any other run, a number above all versions."""
     endless = 2**31
     if not len(steps) or steps["version"][-1] < config.steps:
         return endless

@@ -27,7 +27,7 @@ from ..models.hardware import training_flops, utilisation
 from .cost import Batch, Fleet, break_even, by_fate, latency_billed, token_priced, wall_clock
 from .plan_cycle import Cycle, cycle_of
 from .plan_memory import memory_of, sync_seconds
-from .plan_pace import Pace, settle_pace
+from .plan_pace import Pace, pace_and_binding_limit
 from .planfile import PlanFile
 from rlbench.planning.queueing import (
     cut_off,
@@ -129,7 +129,7 @@ def make_forecast(
         mfu=utilisation(training_flops(plan.shape, batch_tokens), compute, gpu, plan.trainer.gpus),
         latency_billed=latency_billed(fleet, batch),
         wall=wall_clock(fleet, batch),
-        beside=wall_clock(fleet, batch, beside=True),
+        beside=wall_clock(fleet, batch, includes_other=True),
         listed=token_priced(prices, batch) if prices else nan,
         even=break_even(fleet, batch, prices) if prices else nan,
         fates=dollar_shares(plan, fates, wait),
@@ -169,7 +169,7 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
     "The forecast by closed forms; `factor`: the tail factor of the plan's groups, if the caller knows it."
     run, sigma = plan.run, plan.rollouts.sigma
     factor = factor or tail_factor(run.group, sigma)
-    pace, _ = settle_pace(plan, memory_of(plan))
+    pace, _ = pace_and_binding_limit(plan, memory_of(plan))
     cycle = cycle_of(plan, pace)
     latency = pace.latency
     if not pace.fitted:
@@ -216,7 +216,7 @@ OnVersion = Callable[[int, int], None]  # called with a version that was made, a
 def world_of_plan(plan: PlanFile) -> World:
     "The simulator's world for a plan."
     memory = memory_of(plan)
-    pace, _ = settle_pace(plan, memory)
+    pace, _ = pace_and_binding_limit(plan, memory)
     cycle = cycle_of(plan, pace)
     rollouts, environment = plan.rollouts, plan.environment
     longest = max(1.0, rollouts.longest - rollouts.prompt) if rollouts.longest else 0.0

@@ -18,7 +18,7 @@ __all__ = ['Cycle', 'cycle_of', 'calibrate_plan']
 from dataclasses import dataclass, replace
 
 from .plan_memory import memory_of, sync_seconds, train_seconds, trainer_mfu
-from .plan_pace import Pace, settle_pace, wave_seconds
+from .plan_pace import Pace, pace_and_binding_limit, wave_seconds
 from .planfile import PlanFile
 from .queueing import drop_share, group_shares
 
@@ -71,7 +71,7 @@ def cycle_of(plan: PlanFile, pace: Pace) -> Cycle:
 def calibrate_plan(plan: PlanFile) -> PlanFile:
     """The plan with its measured latency and seconds replaced by what they say: an efficiency and an MFU, which hold
     for other numbers of GPUs and rollouts, too."""
-    pace, _ = settle_pace(plan, memory_of(plan))
+    pace, _ = pace_and_binding_limit(plan, memory_of(plan))
     efficiency = pace.efficiency
     if pace.fitted:
         efficiency /= 1 - cycle_of(plan, pace).still

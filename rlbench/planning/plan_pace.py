@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WAVE_POINTS', 'Limit', 'staleness_limit', 'memory_limit', 'rollout_limits', 'plan_warnings', 'Pace', 'token_seconds',
-           'decode_curve', 'reading_seconds', 'pace_of', 'settle_pace', 'last_wave_seconds', 'wave_seconds']
+           'decode_curve', 'reading_seconds', 'pace_of', 'pace_and_binding_limit', 'last_wave_seconds', 'wave_seconds']
 
 # %% ../../nbs/planning/32_plan_pace.ipynb #plan-pace-imports
 # What limits the rollouts of a plan, and how long one takes.
@@ -217,7 +217,7 @@ def pace_of(plan: PlanFile, memory: ServingMemory, running: float) -> Pace:
     )
 
 
-def settle_pace(plan: PlanFile, memory: ServingMemory) -> tuple[Pace, Limit]:
+def pace_and_binding_limit(plan: PlanFile, memory: ServingMemory) -> tuple[Pace, Limit]:
     "How many sequences the engines hold, with the seconds of a rollout at that load, and the limit that decides it."
     limits = rollout_limits(plan, memory)
     in_engines = next(limit for limit in limits if limit.name in ("run.concurrency", "memory"))

@@ -12,7 +12,7 @@ __all__ = ['QUANTILE_COUNT', 'LENGTH_TRIES', 'STANDARD_NORMAL', 'NEVER_RUN', 'Ev
 # Owns: the heap of future events, the loop's state, the rollouts under way.
 #
 # What always holds:
-#   * Every event goes through `Simulation.hear`, which hands it to `loop.step` and carries its actions out.
+#   * Every event goes through `Simulation.feed_event`, which hands it to `loop.step` and carries its actions out.
 #   * Random numbers come from one generator, seeded by (seed, number of the run): the same simulation repeats to the
 #     last digit.
 #   * A rollout that is started again has the length that it had before.
@@ -147,13 +147,13 @@ class Simulation:
         self.environment = None  # set by `simulator.new_simulation`, as are the generators
         self.generators = None
 
-    def later(self, when: float, call: Callable, argument: object) -> None:
+    def schedule(self, when: float, call: Callable, argument: object) -> None:
         "Make a call at a time."
         clock = self.clock
         clock.count += 1
         heappush(clock.calls, (when, clock.count, self, call, argument))
 
-    def hear(self, event: object) -> None:
+    def feed_event(self, event: object) -> None:
         "Give an event to the loop and carry its actions out."
         self.heard += 1
         if isinstance(event, Generated):

@@ -61,7 +61,7 @@ class SimulatedLedger:
         simulation = self.simulation
         rollout = simulation.rollouts.pop((row.rollout, row.attempt), None)
         if rollout is not None:
-            self.environment.leave_sandbox(rollout)
+            self.environment.release_sandbox(rollout)
         if row.rollout in simulation.lengths and row.rollout not in simulation.state.rollouts:
             del simulation.lengths[row.rollout]
 
@@ -98,7 +98,7 @@ def new_simulation(
     started += [Started(name, "environment") for name in actor_names("environment", config.environments)]
     started.append(Started("trainer", "trainer"))
     for event in started:
-        simulation.later(0.0, simulation.hear, event)
+        simulation.schedule(0.0, simulation.feed_event, event)
     return simulation
 
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-result

@@ -20,7 +20,7 @@ from rlbench.planning.plan_choices import (
 from rlbench.planning.plan_cycle import calibrate_plan
 from rlbench.planning.plan_drift import forecast_change
 from rlbench.planning.plan_memory import memory_of
-from rlbench.planning.plan_pace import plan_warnings, rollout_limits, settle_pace
+from rlbench.planning.plan_pace import pace_and_binding_limit, plan_warnings, rollout_limits
 from rlbench.planning.plan_parts import value_at_version
 from rlbench.planning.plan_sheets import best_words, plan_facts
 from rlbench.planning.planfile import load_plan, plan_names, with_value
@@ -287,7 +287,7 @@ def test_a_fitted_plan_says_the_same_without_its_measurement():
         again = forecast_form(calibrate_plan(file))
         assert (
             again.rate == pytest.approx(forecast_form(file).rate, rel=0.02)
-            and settle_pace(calibrate_plan(file), memory_of(file))[0].fitted is False
+            and pace_and_binding_limit(calibrate_plan(file), memory_of(file))[0].fitted is False
         )
 
 
