@@ -359,7 +359,7 @@ def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Accepta
     "A2: the first experiment."
     plan = load_plan("prime-qwen3-235b")
     runs = [simulate_plan(plan, seed, versions).steps for seed in seeds]
-    too_old = sum(step.oldest > 16 for steps in runs for step in steps)
+    too_old = sum(step.max_staleness > 16 for steps in runs for step in steps)
     figures = [
         Figure("rate", 1.95, mean_summary(runs, "rate"), 0.03 * 1.95, "/s"),
         Figure("wait", 0.29, mean_summary(runs, "wait"), 0.015, "%"),

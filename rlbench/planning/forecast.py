@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SKIPPED_VERSIONS', 'VIEWED_VERSIONS', 'OnVersion', 'Forecast', 'fleet_of', 'trainer_hourly', 'dollar_shares',
-           'make_forecast', 'staleness_form', 'thrown_form', 'forecast_form', 'world_of_plan', 'config_of_plan',
+           'make_forecast', 'staleness_form', 'discarded_form', 'forecast_form', 'world_of_plan', 'config_of_plan',
            'simulate_plan', 'forecast_simulated', 'useful_share', 'forecast_of_steps']
 
 # %% ../../nbs/planning/34_forecast.ipynb #forecast-imports
@@ -54,17 +54,17 @@ class Forecast:
     wait: float  # share of the trainer's time
     ratio: float  # what the trainer could take over what it gets
     staleness: float  # mean, in versions
-    oldest: float  # largest staleness, in versions
+    max_staleness: float  # largest staleness, in versions
     latency: float  # seconds of a rollout
     under_way: float  # rollouts in flight
     unfinished: float  # share of the rollouts in flight when a batch is full
-    thrown: float  # share of the rollouts that are never trained
-    thrown_tokens: float  # share of the tokens that are never trained
+    discarded: float  # share of the rollouts that are never trained
+    discarded_tokens: float  # share of the tokens that are never trained
     zero_advantage: float  # share of the groups in which all rollouts get the same reward
     mfu: float  # of the trainer while it computes
     latency_billed: float  # price if the GPUs are billed for a rollout's time
     wall: float  # price by the clock
-    beside: float  # price by the clock, with sandboxes, processors and storage
+    wall_with_other: float  # price by the clock, with sandboxes, processors and storage
     listed: float  # price on an API's list
     even: float  # dollars an hour of a GPU at which the clock and the list agree
     first: float  # seconds until the first batch is full
@@ -129,7 +129,7 @@ def make_forecast(
         mfu=utilisation(training_flops(plan.shape, batch_tokens), compute, gpu, plan.trainer.gpus),
         latency_billed=latency_billed(fleet, batch),
         wall=wall_clock(fleet, batch),
-        beside=wall_clock(fleet, batch, includes_other=True),
+        wall_with_other=wall_clock(fleet, batch, includes_other=True),
         listed=token_priced(prices, batch) if prices else nan,
         even=break_even(fleet, batch, prices) if prices else nan,
         fates=dollar_shares(plan, fates, wait),
@@ -153,7 +153,7 @@ def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> f
     return min(run.staleness, mean + skipped)
 
 
-def thrown_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
+def discarded_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
     """(share of the rollouts that ended without being trained, share of their tokens): by the filter, by a full queue
     that pushes out the oldest, and by a cut-off that leaves some behind."""
     run = plan.run
@@ -180,12 +180,12 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
         under_way = min(under_way, run.batch / cycle.step / cycle.accepted * latency)
         alive = max(1, run.staleness) * run.batch
     started = run.batch / cycle.accepted
-    thrown, thrown_tokens = thrown_form(plan, cycle)
+    discarded, discarded_tokens = discarded_form(plan, cycle)
     filtered = 1 - cycle.accepted
     fates = {
-        "trained": 1 - thrown_tokens,
-        "filtered": min(thrown_tokens, filtered),
-        "stale": max(0.0, thrown_tokens - filtered),
+        "trained": 1 - discarded_tokens,
+        "filtered": min(discarded_tokens, filtered),
+        "stale": max(0.0, discarded_tokens - filtered),
     }
     longest = latency_quantile(1 - 1e-4, 1.0, sigma)
     unfinished = min(1.0, under_way / alive) if run.staleness else run.oversample / (1 + run.oversample)
@@ -199,10 +199,10 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
         under_way,
         fates,
         staleness=staleness_form(plan, pace, cycle, factor),
-        oldest=float(min(run.staleness, oldest_of(under_way, started, longest, 1.0) + 1)),
+        max_staleness=float(min(run.staleness, oldest_of(under_way, started, longest, 1.0) + 1)),
         unfinished=unfinished,
-        thrown=thrown,
-        thrown_tokens=thrown_tokens,
+        discarded=discarded,
+        discarded_tokens=discarded_tokens,
         zero_advantage=filtered,
         first=first_batch_seconds(under_way, started, pace.latency, sigma, run.group),
     )
@@ -312,10 +312,10 @@ def forecast_of_steps(plan: PlanFile, steps: Sequence[SimulatedStep], skip: int 
         tokens,
         summary.tokens,
         staleness=summary.staleness,
-        oldest=float(summary.oldest),
+        max_staleness=float(summary.max_staleness),
         unfinished=summary.unfinished,
-        thrown=1 - useful_share(attempts),
-        thrown_tokens=1 - useful_share(tokens),
+        discarded=1 - useful_share(attempts),
+        discarded_tokens=1 - useful_share(tokens),
         zero_advantage=filtered / max(1, judged),
         first=steps[0].wait,
     )

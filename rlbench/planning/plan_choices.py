@@ -48,7 +48,7 @@ class PlanChoice:
     place: str  # field that differs between the choices
     value: float  # of this field
     forecast: Forecast
-    dearer: float = 0.0  # share by which a token costs more than with the best choice
+    extra_cost: float = 0.0  # share by which a token costs more than with the best choice
 
 
 def target_of(plan: PlanFile, factor: float = 0.0) -> float:
@@ -95,7 +95,7 @@ def best_concurrency(plan: PlanFile, target: float, factor: float) -> PlanChoice
 def with_price_gaps(choices: Sequence[PlanChoice], kept: Sequence[PlanChoice]) -> tuple[PlanChoice, ...]:
     "The choices with what each costs more than the cheapest of `kept`."
     lowest = min((choice.forecast.wall for choice in kept), default=inf)
-    return tuple(replace(choice, dearer=choice.forecast.wall / lowest - 1) for choice in choices)
+    return tuple(replace(choice, extra_cost=choice.forecast.wall / lowest - 1) for choice in choices)
 
 
 def cheapest(choices: Sequence[PlanChoice]) -> PlanChoice:

@@ -43,7 +43,7 @@ class BatchFigures:
     tokens: float = 0.0
     latency: float = 0.0
     staleness: float = 0.0
-    oldest: int = 0
+    max_staleness: int = 0
 
 # %% ../../nbs/planning/07_simulated_trainer.ipynb #simulated-trainer-class
 class SimulatedTrainer:
@@ -85,7 +85,7 @@ class SimulatedTrainer:
             tokens=sum(rollout.written + prompt_tokens for rollout in rollouts),
             latency=sum(rollout.scored_at - rollout.started_at for rollout in rollouts) / len(rollouts),
             staleness=sum(staleness) / len(staleness),
-            oldest=max(staleness),
+            max_staleness=max(staleness),
         )
 
     def finish_batch(self, event: Trained) -> None:
@@ -108,7 +108,7 @@ class SimulatedTrainer:
             tokens=batch.tokens,
             latency=batch.latency,
             staleness=batch.staleness,
-            oldest=batch.oldest,
+            max_staleness=batch.max_staleness,
             unfinished=unfinished,
             books={fate: tuple(entry) for fate, entry in simulation.state.books.items()},
         )

@@ -87,7 +87,7 @@ class SimulatedStep:
     tokens: float  # of these rollouts
     latency: float  # mean seconds from dispatch to verdict
     staleness: float  # mean, in versions
-    oldest: int  # largest staleness, in versions
+    max_staleness: int  # largest staleness, in versions
     unfinished: float  # share of the rollouts in flight when the batch was full
     books: Mapping[str, tuple[float, float, float]]  # until then: fate -> attempts, tokens, seconds
 

@@ -132,7 +132,7 @@ def check_simulation(simulation: Simulation) -> None:
         if each is not simulation.steps[0]:
             tolerance = 1e-6 * each.at + simulation.world.publish_s
             assert abs(each.at - before_at - seconds) < tolerance, (before_at, each)
-        assert each.oldest <= simulation.config.staleness, f"older than the staleness bound: {each}"
+        assert each.max_staleness <= simulation.config.staleness, f"older than the staleness bound: {each}"
         before_at = each.at
 
 
@@ -234,7 +234,7 @@ class Summary:
     sync: float  # share of the trainer's time
     wait: float  # share of the trainer's time
     staleness: float  # mean, in versions
-    oldest: int  # largest staleness, in versions
+    max_staleness: int  # largest staleness, in versions
     latency: float  # seconds of a rollout
     unfinished: float  # share of the rollouts in flight when a batch was full
     tokens: float  # of a trained rollout
@@ -273,7 +273,7 @@ def summarize_steps(steps: Sequence[SimulatedStep], skip: int = 0) -> Summary:
         sync=sync / seconds,
         wait=wait / seconds,
         staleness=sum(each.staleness * each.rollouts for each in kept) / rollouts,
-        oldest=max(each.oldest for each in kept),
+        max_staleness=max(each.max_staleness for each in kept),
         latency=sum(each.latency * each.rollouts for each in kept) / rollouts,
         unfinished=sum(each.unfinished for each in kept) / len(kept),
         tokens=sum(each.tokens for each in kept) / rollouts,
