@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHAT', 'STATE', 'MEAN', 'NOT_FIGURES', 'STATE_SETTINGS', 'TRL', 'is_completions', 'is_state', 'folder_of', 'find_trl',
            'list_trl', 'newest_state', 'event_history', 'reward_functions', 'reward_weights', 'number_columns',
-           'read_completions', 'unnamed_functions', 'read_completion', 'weighted_sum', 'said_of', 'read_state']
+           'read_completions', 'unnamed_functions', 'read_completion', 'weighted_sum', 'completion_texts', 'read_state']
 
 # %% ../../nbs/foreign/14_trl.ipynb #trl-imports
 # The files of TRL.
@@ -180,7 +180,7 @@ def read_completion(record: dict, parts: Sequence[str], weights: Mapping[str, fl
     "The response of a row. `parts`: the columns of the reward functions; `weights`: empty where they are not known."
     values = {name: as_number(record.get(name)) for name in parts}
     known = {name: value for name, value in values.items() if value is not None}
-    said = said_of(record.get("completion"))
+    said = completion_texts(record.get("completion"))
     responses = said[::2]
     prompt = record.get("prompt")
     return ForeignResponse(
@@ -201,7 +201,7 @@ def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> fl
     return sum(weights[name] * value for name, value in parts.items())
 
 
-def said_of(completion: object) -> list[str]:
+def completion_texts(completion: object) -> list[str]:
     "Responses and observations of a completion in turn; it begins with a response."
     if not isinstance(completion, list):
         return [] if completion is None else [as_text(completion)]

@@ -194,14 +194,14 @@ def compare_settings(plan: PlanFile) -> tuple[PlanChoice, ...]:
 # %% ../../nbs/planning/35_plan_choices.ipynb #planner-sensitivity
 @dataclass(frozen=True)
 class Swing:
-    "An input at both ends of its range, with the forecasts there. `told`: the plan gave the range."
+    "An input at both ends of its range, with the forecasts there. `is_given`: the plan gave the range."
 
     place: str
     low: float
     value: float
     high: float
     ends: tuple[Forecast, Forecast]
-    told: bool
+    is_given: bool
 
     @property
     def moves(self) -> float:

@@ -324,7 +324,7 @@ def swing_facts(swing: Swing) -> dict:
         "low": swing.low,
         "value": swing.value,
         "high": swing.high,
-        "told": swing.told,
+        "told": swing.is_given,
         "ends": [forecast_facts(end) for end in swing.ends],
     }
 

@@ -282,10 +282,10 @@ def test_settings_and_ranges_say_what_they_cost():
     assert (
         {swing.place for swing in swings} == set(file.ranges)
         and swings[0].place == "run.concurrency"
-        and all(swing.told for swing in swings)
+        and all(swing.is_given for swing in swings)
     )
     assert [swing.moves for swing in swings] == sorted((swing.moves for swing in swings), reverse=True)
-    assert not any(swing.told for swing in input_swings(load_plan(SMALL)))
+    assert not any(swing.is_given for swing in input_swings(load_plan(SMALL)))
 
 
 def test_a_fitted_plan_says_the_same_without_its_measurement():
