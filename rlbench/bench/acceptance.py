@@ -38,7 +38,7 @@ from rlbench.planning.cost import (
 from ..planning.forecast import SKIPPED_VERSIONS, forecast_of_steps, simulate_plan
 from ..planning.plan_drift import change_words, forecast_change
 from ..planning.plan_memory import memory_of
-from ..planning.plan_pace import plan_warnings, settle_pace
+from ..planning.plan_pace import pace_and_binding_limit, plan_warnings
 from ..planning.planfile import OWN_FIELDS, load_plan, with_value
 from rlbench.planning.queueing import (
     cut_off,
@@ -196,7 +196,7 @@ def engine_row() -> AcceptanceRow:
     "A12: an engine of the first experiment, and that memory is not what binds."
     plan = load_plan("prime-qwen3-235b")
     memory = memory_of(plan)
-    _, limit = settle_pace(plan, memory)
+    _, limit = pace_and_binding_limit(plan, memory)
     sequences = memory.reserved / memory.engines
     figures = [
         Figure("tokens", 1.90e6, memory.tokens, 0.03 * 1.90e6),
@@ -359,7 +359,7 @@ def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Accepta
     "A2: the first experiment."
     plan = load_plan("prime-qwen3-235b")
     runs = [simulate_plan(plan, seed, versions).steps for seed in seeds]
-    too_old = sum(step.oldest > 16 for steps in runs for step in steps)
+    too_old = sum(step.max_staleness > 16 for steps in runs for step in steps)
     figures = [
         Figure("rate", 1.95, mean_summary(runs, "rate"), 0.03 * 1.95, "/s"),
         Figure("wait", 0.29, mean_summary(runs, "wait"), 0.015, "%"),

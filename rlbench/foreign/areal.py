@@ -30,6 +30,7 @@ from rlbench.foreign.formats import (
     as_table,
     as_text,
     as_whole,
+    paths_outside,
 )
 from .rows import ForeignResponse, Phase
 
@@ -52,8 +53,7 @@ def find_areal(tree: FileTree) -> list[Path]:
     "The folders of the AReaL trials in a tree."
     with_responses = {tree.holding(path, 3) for path in tree.paths if is_responses(tree, path)}
     with_sessions = {tree.holding(path, 2) for path in tree.paths if is_sessions(tree, path)}
-    alone = {folder for folder in with_sessions if not any(folder.is_relative_to(run) for run in with_responses)}
-    return sorted(with_responses | alone)
+    return sorted(with_responses | paths_outside(with_sessions, with_responses))
 
 
 def list_areal(tree: FileTree, run: Path) -> Iterator[LinesFile]:
@@ -64,7 +64,7 @@ def list_areal(tree: FileTree, run: Path) -> Iterator[LinesFile]:
             evaluation = "evaluation" if is_evaluation else None
             yield LinesFile(path, partial(read_response, folder=path.parent.name, evaluation=evaluation))
         elif is_sessions(tree, path):
-            yield LinesFile(path, read_sessions, together=True)
+            yield LinesFile(path, read_sessions, reads_in_batches=True)
 
 # %% ../../nbs/foreign/23_areal.ipynb #areal-versions
 def generated_versions(value: object, most: int) -> list[int] | None:
@@ -222,7 +222,7 @@ AREAL = ForeignFormat(
     find=find_areal,
     files=list_areal,
     first_step=0,
-    counts_anew=True,
+    restarts_numbering=True,
     assumptions={
         "rollouts.seconds": "times: a task's sessions are taken for its responses in order; only the task is written",
     },

@@ -83,11 +83,11 @@ def list_art(tree: FileTree, run: Path) -> Iterator[SourceFile]:
             evaluation = None if path.parent.name == "train" else path.parent.name
             yield WholeFile(path, partial(read_trajectories, step=step, evaluation=evaluation))
         elif is_history(tree, path):
-            yield LinesFile(path, read_history, soon=True)
+            yield LinesFile(path, read_history, is_read_first=True)
         elif path.suffix == ".json" and is_profile(path):
-            yield WholeFile(path, read_profile, soon=True)
+            yield WholeFile(path, read_profile, is_read_first=True)
         elif path.name == "state.json" and path.parent == run:
-            yield WholeFile(path, read_state, soon=True)
+            yield WholeFile(path, read_state, is_read_first=True)
 
 # %% ../../nbs/foreign/25_art.ipynb #art-rows
 WANTED = (
@@ -205,14 +205,9 @@ def trajectory_fields(items: Sequence[object]) -> dict[str, object]:
     "Texts, tokens and counts of a conversation, as fields of a `ForeignResponse`."
     talk = cut_conversation([message_of_choice(item) for item in items])
     choices = [item for item in items if is_choice(item)]
-    several = len(talk.said) > 1
     calls = sum(len(as_list(as_table(choice["message"]).get("tool_calls"))) for choice in choices)
     return {
-        "prompt": talk.prompt or None,
-        "text": talk.responses[-1] if talk.said else None,
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if calls or several else None,
+        **talk.response_fields(calls),
         "reason": as_text(choices[-1]["finish_reason"]) if choices else None,
         **token_fields(choices),
     }

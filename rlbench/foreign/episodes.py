@@ -296,16 +296,9 @@ def response_texts_of(branch: Sequence[NodeRecord]) -> dict[str, object]:
     "Prompt, text, turns and calls of tools on a branch, as fields of a `ForeignResponse`."
     by_model = [node.sampled is True for node in branch]
     talk = cut_conversation([node.message for node in branch], by_model)
-    several = len(talk.said) > 1
     written = compress(branch, by_model)
     calls = sum(len(as_list(as_table(node.message).get("tool_calls"))) for node in written)
-    return {
-        "prompt": talk.prompt or None,
-        "text": talk.responses[-1] if talk.said else None,
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if several or calls else None,
-    }
+    return talk.response_fields(calls)
 
 
 def response_tokens_of(branch: Sequence[NodeRecord]) -> dict[str, object]:

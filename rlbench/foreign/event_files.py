@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['POLYNOMIAL', 'MASK_DELTA', 'HEADER_BYTES', 'VARINT', 'EIGHT_BYTES', 'COUNTED', 'FOUR_BYTES', 'EVENT_TIME',
            'EVENT_STEP', 'EVENT_SUMMARY', 'SUMMARY_VALUE', 'VALUE_TAG', 'VALUE_NUMBER', 'VALUE_TENSOR', 'TENSOR_TYPE',
-           'TENSOR_CONTENT', 'TENSOR_FLOATS', 'TENSOR_DOUBLES', 'TENSOR_STRINGS', 'NUMBERS', 'DAMAGES', 'EVALUATIONS',
-           'masked_checksum', 'record_length', 'event_records', 'read_varint', 'message_fields', 'field_size',
-           'LoggedValue', 'logged_values', 'tensor_value', 'file_values', 'is_event_file', 'first_tags', 'read_scalars']
+           'TENSOR_CONTENT', 'TENSOR_FLOATS', 'TENSOR_DOUBLES', 'TENSOR_STRINGS', 'NUMBERS', 'DAMAGES', 'FIRST_VALUES',
+           'EVALUATIONS', 'masked_checksum', 'record_length', 'event_records', 'read_varint', 'message_fields',
+           'field_size', 'LoggedValue', 'logged_values', 'tensor_value', 'file_values', 'is_event_file', 'first_tags',
+           'read_scalars']
 
 # %% ../../nbs/foreign/07_event_files.ipynb #event-files-imports
 # TensorBoard's event files.
@@ -210,9 +211,12 @@ def is_event_file(path: Path) -> bool:
         return False
 
 
-def first_tags(path: Path, count: int = 200) -> set[str]:
+FIRST_VALUES = 200  # values of an event file whose names tell what wrote it
+
+
+def first_tags(path: Path) -> set[str]:
     "The names of the first values of an event file. Raises ForeignError."
-    return {value.tag for value in islice(file_values(path), count)}
+    return {value.tag for value in islice(file_values(path), FIRST_VALUES)}
 
 
 EVALUATIONS = ("eval", "val", "test")  # how the names of figures of an evaluation begin

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SourceFile', 'BEGINNING_BYTES', 'TOKEN_PREFIX', 'LinesFile', 'WholeFile', 'NamedLoss', 'named_table', 'ForeignFormat',
-           'FileTree', 'has_keys', 'json_object', 'as_number', 'as_part', 'as_parts', 'as_whole', 'as_time', 'as_text',
-           'as_flag', 'as_numbers', 'as_wholes', 'as_token_id', 'as_table', 'as_list', 'lenient_record', 'message_text',
-           'chat_text', 'Conversation', 'cut_conversation']
+           'FileTree', 'has_keys', 'paths_outside', 'outermost_folders', 'json_object', 'as_number', 'as_part',
+           'as_parts', 'as_whole', 'as_time', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_token_id',
+           'as_table', 'as_list', 'lenient_record', 'message_text', 'chat_text', 'Conversation', 'cut_conversation']
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-imports
 # What a format is.
@@ -20,7 +20,7 @@ __all__ = ['SourceFile', 'BEGINNING_BYTES', 'TOKEN_PREFIX', 'LinesFile', 'WholeF
 # It reads at most the beginning of a file.
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,11 +39,11 @@ class LinesFile:
     path: Path
     read: Callable[..., Iterable[Row]]
     record: type = dict
-    packed: bool = False  # zstd frames; then it is read whole
-    soon: bool = False  # a first look reads it whole
+    is_zstd: bool = False  # zstd frames; then it is read whole
+    is_read_first: bool = False  # a first look reads it whole
     stream: str = ""  # of the streams of a run, a first look reads the same parts
     members: tuple[Path, ...] = ()  # a file of lines is read alone
-    together: bool = False  # `read` takes the records of a piece at once, for events that belong together
+    reads_in_batches: bool = False  # `read` takes the records of a piece at once, for events that belong together
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WholeFile:
 
     path: Path
     read: Callable[[Path], Iterable[Row]]
-    soon: bool = False
+    is_read_first: bool = False
     stream: str = ""
     members: tuple[Path, ...] = ()
 
@@ -93,10 +93,12 @@ class ForeignFormat:
     names_runs: bool = False  # the path of a run is a name: a file, or a folder's files, can hold several runs
     samples_only: bool = False  # the responses are a few examples of a step: no figure of a step is computed from them
     reward_part: str = ""  # part that is taken for the reward, where a response has parts and no reward
-    takes_part: bool = False  # no part is named as the reward: the one that most responses have is taken
+    uses_commonest_part: bool = False  # no part is named as the reward: the one that most responses have is taken
     chosen_part: str = ""  # part that the user takes for the reward
-    written_after: str = ""  # the system's setting that drops groups before they are written
-    counts_anew: bool = False  # a restarted system gives ids of responses again, and counts versions from its start
+    group_filter_setting: str = ""  # the system's setting that drops groups before they are written
+    restarts_numbering: bool = (
+        False  # a restarted system gives ids of responses again, and counts versions from its start
+    )
     assumptions: Mapping[str, str] = field(default_factory=dict)  # table.column -> the guess that is in it, in words
     loss: Callable[[Mapping[str, object]], "NamedLoss | None"] | None = None  # what its settings say of the loss
     end_marks: Mapping[str, tuple] = field(default_factory=dict)  # pattern of a setting -> its values at a run's end
@@ -212,6 +214,17 @@ def _first_line(path: Path) -> bytes:
 def has_keys(record: Mapping, *keys: str) -> bool:
     "True if a record has all of these keys."
     return all(key in record for key in keys)
+
+
+def paths_outside(paths: Iterable[Path], folders: Collection[Path]) -> set[Path]:
+    "The paths that are neither one of the folders nor below one."
+    return {path for path in paths if not any(path.is_relative_to(folder) for folder in folders)}
+
+
+def outermost_folders(folders: Collection[Path]) -> list[Path]:
+    "The folders that are below no other of them, in order."
+    inner = {folder for folder in folders for other in folders if folder != other and folder.is_relative_to(other)}
+    return sorted(set(folders) - inner)
 
 
 def json_object(path: Path) -> dict:
@@ -367,6 +380,17 @@ class Conversation:
     def responses(self) -> list[str]:
         "What the model wrote, turn by turn."
         return self.said[::2]
+
+    def response_fields(self, calls: int) -> dict[str, object]:
+        "Prompt, text, turns and calls of tools, as fields of a `ForeignResponse`."
+        several = len(self.said) > 1
+        return {
+            "prompt": self.prompt or None,
+            "text": self.responses[-1] if self.said else None,
+            "said": self.said if several else None,
+            "turns": len(self.responses) or None,
+            "calls": calls if calls or several else None,
+        }
 
 
 def cut_conversation(messages: Sequence[object], by_model: Sequence[bool] | None = None) -> Conversation:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'START', 'UPDATES', 'SAMPLES', 'JSON_KEYS', 'LETTERS', 'ATTACHMENT', 'INSPECT_LOGS', 'is_log',
-           'find_inspect_logs', 'list_inspect_logs', 'read_json_log', 'read_zip_log', 'read_member', 'header_rows',
-           'result_metrics', 'update_changes', 'score_number', 'score_parts', 'verdict', 'sample_rows', 'target_text',
-           'output_tokens', 'token_fields', 'sample_texts', 'full_message', 'full_text', 'input_text', 'event_phases']
+           'find_inspect_logs', 'list_inspect_logs', 'read_json_log', 'read_zip_log', 'read_archived_object',
+           'header_rows', 'result_metrics', 'update_changes', 'score_number', 'score_parts', 'verdict', 'sample_rows',
+           'target_text', 'output_tokens', 'token_fields', 'sample_texts', 'full_message', 'full_text', 'input_text',
+           'event_phases']
 
 # %% ../../nbs/foreign/27_inspect_logs.ipynb #inspect-logs-imports
 # The logs of inspect-ai.
@@ -81,19 +82,19 @@ def read_json_log(path: Path) -> Iterator[Row]:
 def read_zip_log(path: Path) -> Iterator[Row]:
     "The rows of a log in a ZIP file. Raises ForeignError if nothing of it can be read."
     archive = ZipMembers(path)
-    log = read_member(archive, HEADER) or read_member(archive, START)
+    log = read_archived_object(archive, HEADER) or read_archived_object(archive, START)
     if not log.get("config_updates"):
         updates = [name for name in archive.members if name.startswith(UPDATES)]
         log["config_updates"] = [
-            read_member(archive, name) for name in sorted(updates, key=lambda name: (len(name), name))
+            read_archived_object(archive, name) for name in sorted(updates, key=lambda name: (len(name), name))
         ]
     yield from header_rows(log)
     for name in archive.members:
         if name.startswith(SAMPLES) and name.endswith(".json"):
-            yield from sample_rows(read_member(archive, name), as_table(log.get("eval")))
+            yield from sample_rows(read_archived_object(archive, name), as_table(log.get("eval")))
 
 
-def read_member(archive: ZipMembers, name: str) -> dict:
+def read_archived_object(archive: ZipMembers, name: str) -> dict:
     "The JSON object in a member; empty for one that is not there or is damaged."
     try:
         return as_table(msgspec.json.decode(archive.read(name)))
@@ -237,17 +238,13 @@ def sample_texts(sample: dict, output: dict, choice: dict) -> dict[str, object]:
     kept = as_table(sample.get("attachments"))
     messages = [full_message(message, kept) for message in as_list(sample.get("messages"))]
     talk = cut_conversation(messages)
-    several = len(talk.said) > 1
     answers = [message for message in messages if as_table(message).get("role") == "assistant"]
     calls = sum(len(as_list(as_table(message).get("tool_calls"))) for message in answers)
-    said = talk.responses[-1] if talk.said else None
-    return {
-        "prompt": talk.prompt or input_text(sample.get("input"), kept),
-        "text": said or as_text(output.get("completion")) or as_text(as_table(choice.get("message")).get("content")),
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if calls or several else None,
-    }
+    fields = talk.response_fields(calls)
+    fields["prompt"] = fields["prompt"] or input_text(sample.get("input"), kept)
+    content = as_table(choice.get("message")).get("content")
+    fields["text"] = fields["text"] or as_text(output.get("completion")) or as_text(content)
+    return fields
 
 
 def full_message(message: object, kept: dict) -> object:
@@ -293,7 +290,7 @@ INSPECT_LOGS = ForeignFormat(
     layout="evaluation logs of inspect-ai, 0.3",
     find=find_inspect_logs,
     files=list_inspect_logs,
-    takes_part=True,
+    uses_commonest_part=True,
     end_marks={"status": ("success", "error", "cancelled")},
     settings={
         "rollouts": "log_samples=True",

@@ -170,7 +170,7 @@ def merge_by_key(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFram
     Additions to a response that was not read are left out."""
     import polars as pl
 
-    if form.counts_anew:
+    if form.restarts_numbering:
         has_step = pl.col("step").is_not_null()  # an addition without one belongs to no certain try
         is_again = has_step & (pl.col("step").drop_nulls().n_unique().over("key") > 1)
         within_step = pl.format("{} of step {}", "key", "step")

@@ -108,15 +108,8 @@ def legacy_times(timing: Mapping[str, object]) -> dict[str, float | None]:
 def legacy_texts(record: Mapping[str, object]) -> dict[str, object]:
     "Prompt, text, turns and calls of tools, as fields of a `ForeignResponse`."
     talk = legacy_conversation(record)
-    several = len(talk.said) > 1
     calls = count_tool_calls(record.get("completion"))
-    return {
-        "prompt": talk.prompt or None,
-        "text": talk.responses[-1] if talk.said else None,
-        "said": talk.said if several else None,
-        "turns": len(talk.responses) or None,
-        "calls": calls if several or calls else None,
-    }
+    return talk.response_fields(calls)
 
 
 def legacy_response(record: Mapping[str, object], step: int | None, evaluation: str | None) -> ForeignResponse:

@@ -41,6 +41,7 @@ from rlbench.foreign.formats import (
     as_wholes,
     cut_conversation,
     json_object,
+    outermost_folders,
 )
 from .rows import ForeignResponse, Host, Metric, Phase, Setting, flat_settings
 from rlbench.foreign.slime import (
@@ -93,7 +94,7 @@ def find_miles(tree: FileTree) -> list[Path]:
     found = {miles_run_folder(tree, path) for path in tree.paths if file_kind(tree, path)}
     dumps = [path for path in tree.paths if dump_kind(path) == "miles samples"]
     found |= {run for run in run_folders(tree) if any(path.is_relative_to(run) for path in dumps)}
-    return sorted(run for run in found if not any(run != other and run.is_relative_to(other) for other in found))
+    return outermost_folders(found)
 
 # %% ../../nbs/foreign/21_miles.ipynb #miles-sources
 def list_miles(tree: FileTree, run: Path) -> Iterator[SourceFile]:
@@ -103,17 +104,17 @@ def list_miles(tree: FileTree, run: Path) -> Iterator[SourceFile]:
     arguments = as_table(json_object(metas[0]).get("args")) if metas else {}
     for path, kind in paths.items():
         if kind == "settings":
-            yield WholeFile(path, read_miles_settings, soon=True)
+            yield WholeFile(path, read_miles_settings, is_read_first=True)
         elif kind == "metrics":
-            yield LinesFile(path, partial(read_miles_metrics, train_steps=train_steps(arguments)), soon=True)
+            yield LinesFile(path, partial(read_miles_metrics, train_steps=train_steps(arguments)), is_read_first=True)
         elif kind == "phases":
             yield LinesFile(path, read_phase, stream=kind)
         elif kind == "engines":
-            yield LinesFile(path, read_engines, soon=True)
+            yield LinesFile(path, read_engines, is_read_first=True)
         elif kind == "queue":
-            yield LinesFile(path, read_queue, soon=True)
+            yield LinesFile(path, read_queue, is_read_first=True)
         elif kind == "events":
-            yield LinesFile(path, read_events, together=True, stream=kind)
+            yield LinesFile(path, read_events, reads_in_batches=True, stream=kind)
         elif kind == "columns":
             yield WholeFile(path, read_columns, stream=kind)
     yield from list_dumps(tree, run, reward_key=as_text(arguments.get("reward_key")))
@@ -340,9 +341,9 @@ MILES = ForeignFormat(
     files=list_miles,
     first_step=0,
     reward_part="score",
-    counts_anew=True,
+    restarts_numbering=True,
     loss=slime_loss,
-    written_after="--dynamic-sampling-filter-path",
+    group_filter_setting="--dynamic-sampling-filter-path",
     metrics={
         "reward_mean": "rollout/raw_reward",
         "length_mean": ("rollout/response_lengths", "rollout/response_len/mean"),

@@ -65,7 +65,7 @@ def list_nemo_rl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
         yield LinesFile(path, read)
     for path in tree.below(run):
         if is_event_file(path):
-            yield WholeFile(path, read_scalars, soon=True)
+            yield WholeFile(path, read_scalars, is_read_first=True)
 
 
 def step_of(path: Path) -> int | None:
@@ -176,7 +176,7 @@ NEMO_RL = ForeignFormat(
     find=find_nemo_rl,
     files=list_nemo_rl,
     guess_groups="equal prompts",
-    written_after="grpo.use_dynamic_sampling",
+    group_filter_setting="grpo.use_dynamic_sampling",
     metrics={
         "reward_mean": "train/reward",
         "length_mean": "train/mean_gen_tokens_per_sample",

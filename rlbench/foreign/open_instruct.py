@@ -56,7 +56,7 @@ def list_open_instruct(tree: FileTree, run: Path) -> Iterator[LinesFile]:
     described = [path for path in metadata if tree.has_keys(path, "run_name", "model_name")]
     tokenizer = tokenizer_file(tree.first_record(described[0])) if described else None
     for path in described:
-        yield LinesFile(path, read_metadata, soon=True)
+        yield LinesFile(path, read_metadata, is_read_first=True)
     for path in tree.paths:
         if run_of(path, ROLLOUTS) == run and is_rollouts(tree, path):
             yield LinesFile(path, partial(read_rollout, tokenizer=tokenizer))
@@ -134,7 +134,7 @@ OPEN_INSTRUCT = ForeignFormat(
     find=find_open_instruct,
     files=list_open_instruct,
     names_runs=True,
-    written_after="--filter_zero_std_samples",
+    group_filter_setting="--filter_zero_std_samples",
     settings={
         "rollouts": "--save_traces --rollouts_save_path PATH",
         "rollouts.text": "open-instruct writes token ids only; the metadata must name a folder with the tokenizer",

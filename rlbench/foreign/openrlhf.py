@@ -47,13 +47,13 @@ def find_openrlhf(tree: FileTree) -> list[Path]:
 def list_openrlhf(tree: FileTree, run: Path) -> Iterator[WholeFile]:
     "The files of a run of OpenRLHF."
     for path in event_files(tree, run):
-        yield WholeFile(path, read_events, soon=True)
+        yield WholeFile(path, read_events, is_read_first=True)
 
 
 def list_tensorboard(tree: FileTree, run: Path) -> Iterator[WholeFile]:
     "The files of a run of any system."
     for path in event_files(tree, run):
-        yield WholeFile(path, read_scalars, soon=True)
+        yield WholeFile(path, read_scalars, is_read_first=True)
 
 # %% ../../nbs/foreign/18_openrlhf.ipynb #openrlhf-example
 EXAMPLE = "train/generated_samples"

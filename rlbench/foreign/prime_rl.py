@@ -178,9 +178,9 @@ def list_layout(tree: FileTree, run: Path, layout: str) -> Iterator[SourceFile]:
             yield trace_source(path, place)
     for path in (run, *common_files(tree, run)):
         if path.suffix == ".toml":
-            yield WholeFile(path, read_prime_settings, soon=True)
+            yield WholeFile(path, read_prime_settings, is_read_first=True)
         elif path in tree.paths and is_metrics_file(tree, path):
-            yield LinesFile(path, read_prime_metrics, soon=True)
+            yield LinesFile(path, read_prime_metrics, is_read_first=True)
     if layout == "autumn":
         yield from live_files(tree, run)
 
@@ -302,9 +302,9 @@ def live_files(tree: FileTree, run: Path) -> Iterator[WholeFile]:
     "The rollouts of a run that are under way."
     for path in tree.below(run):
         if path.parent.name == "live" and tree.has_keys(path, "trace", "open"):
-            yield WholeFile(path, read_live, soon=True)
+            yield WholeFile(path, read_live, is_read_first=True)
         elif path.parts[-3:-1] == ("live", "pending") and path.suffix == ".json":
-            yield WholeFile(path, read_pending, soon=True)
+            yield WholeFile(path, read_pending, is_read_first=True)
 
 
 def read_live(path: Path) -> Iterator[ForeignResponse]:
@@ -455,7 +455,7 @@ def prime_format(layout: str, words: str, missing: Mapping[str, str], find: Call
         metrics=COLUMNS,
         group_scope="step" if layout == "april" else "run",
         loss=prime_loss,
-        written_after="orchestrator.buffer.online_difficulty_filtering" if layout == "april" else "",
+        group_filter_setting="orchestrator.buffer.online_difficulty_filtering" if layout == "april" else "",
         settings={**FILE_SETTINGS, **missing},
         knobs=KNOBS,
     )

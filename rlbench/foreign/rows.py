@@ -68,7 +68,7 @@ class ForeignResponse:
     # places of the response tokens among all tokens of prompt, responses and observations; None: the last ones.
     # A list of one of the columns above that is longer than `tokens` is cut to them.
     positions: list[int] | None = None
-    addition: bool | None = None  # True: it only adds to the response of this key, and alone is none
+    addition: bool | None = None  # True: merged into the response of this key; without one the row is dropped
     branches: int | None = None  # of an episode that branched: how many there are; the last one is the response
 
 

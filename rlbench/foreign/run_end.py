@@ -29,7 +29,7 @@ class EndEvidence:
     "What may show that a run is over. Times are seconds since 1970."
 
     settings: Mapping[str, str]  # name -> JSON
-    trained: int | None = None  # newest step that was trained on
+    newest_trained_step: int | None = None  # newest step that was trained on
     steps: int = 0  # different steps
     recorded: float | None = None  # newest time within the records
     files: int = 0
@@ -37,7 +37,9 @@ class EndEvidence:
     written: float = 0.0  # newest of them
 
 # %% ../../nbs/foreign/38_run_end.ipynb #run-end-words
-COPIED_S = 86_400.0  # records that are this much older than their files were copied; a zone that is not written is less
+COPIED_S = (
+    86_400.0  # records this much older than their files were copied; a missing time zone shifts them by less than a day
+)
 TOGETHER_S = 5.0  # files of several steps that were written within this time were copied
 MANY_FILES = 3  # of which that can be said
 
@@ -61,9 +63,9 @@ def end_by_steps(form: ForeignFormat, found: EndEvidence) -> str:
     "The last step, if it is the one with which the settings end the run."
     name = form.knobs.get("steps", "")
     last = as_whole(json.loads(found.settings.get(name, "null")))
-    if last is None or last < 1 or found.trained is None or form.made_by(found.trained) < last:
+    if last is None or last < 1 or found.newest_trained_step is None or form.made_by(found.newest_trained_step) < last:
         return ""
-    return f"finished: trained on {form.made_by(found.trained)} steps, and `{name}` is {last}"
+    return f"finished: trained on {form.made_by(found.newest_trained_step)} steps, and `{name}` is {last}"
 
 
 def signs_of_copy(found: EndEvidence) -> str:

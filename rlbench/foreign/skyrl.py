@@ -37,6 +37,7 @@ from rlbench.foreign.formats import (
     as_table,
     as_text,
     as_whole,
+    outermost_folders,
 )
 from .rows import ForeignResponse, Metric
 from .source_files import ForeignError, named_faults, read_bytes
@@ -76,8 +77,7 @@ def find_skyrl(tree: FileTree) -> list[Path]:
         tree.holding(path, 3) for path in tree.paths if is_evaluation(tree, path) or is_summary(tree, path)
     }
     with_batches = {tree.holding(path, 2) for path in tree.paths if is_batch(path)}
-    outer = with_evaluations | with_batches
-    return sorted(folder for folder in outer if not any(folder != run and folder.is_relative_to(run) for run in outer))
+    return outermost_folders(with_evaluations | with_batches)
 
 
 def list_skyrl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
@@ -283,7 +283,7 @@ SKYRL = ForeignFormat(
     layout="dumped_evals and dumped_data, 0.4",
     find=find_skyrl,
     files=list_skyrl,
-    written_after="trainer.algorithm.dynamic_sampling.type",
+    group_filter_setting="trainer.algorithm.dynamic_sampling.type",
     metrics={
         "reward_mean": "avg_final_rewards",
         "length_mean": "avg_response_length",

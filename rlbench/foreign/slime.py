@@ -376,8 +376,8 @@ SLIME = ForeignFormat(
     files=list_slime,
     first_step=0,
     reward_part="score",
-    counts_anew=True,
-    written_after="--dynamic-sampling-filter-path",
+    restarts_numbering=True,
+    group_filter_setting="--dynamic-sampling-filter-path",
     settings={
         **SETTINGS,
         "metrics": "--use-wandb or --use-tensorboard; slime writes no metrics to files of its own",

@@ -77,7 +77,8 @@ class ForeignSource:
         return ""
 
     def state_at(self, now: float) -> str:
-        "running or finished, at a time in seconds since 1970. A run that tells no end runs while it is written."
+        """running or finished, at a time in seconds since 1970. Without evidence of its end a run counts as running
+        while its newest file is younger than `ALIVE_SECONDS`."""
         goes_on = not self.ended and now - self.written < ALIVE_SECONDS
         return "running" if goes_on else "finished"
 

@@ -173,7 +173,7 @@ class PackedFrame:
 
     start: int
     size: int
-    plain: int
+    unpacked_bytes: int
 
 
 SEEK_MAGIC = 0x8F92EAB1  # ends a file in zstd's seekable format
@@ -209,13 +209,13 @@ def zstd_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[b
 
     with named_faults(path), open(path, "rb") as file:
         frames = packed_frames(path) if end is not None else []
-        left = sum(frame.plain for frame in frames if start <= frame.start < end) if frames else math.inf
+        left = sum(frame.unpacked_bytes for frame in frames if start <= frame.start < end) if frames else math.inf
         before = [frame for frame in frames if frame.start < start]
         file.seek(before[-1].start if before else 0)
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         text = io.BufferedReader(reader, MIB)
         if before:
-            text.read(before[-1].plain - 1)
+            text.read(before[-1].unpacked_bytes - 1)
             left -= len(text.readline(LINE_BYTES)) - 1  # the rest of a line that belongs to the frame before
         while left > 0 and (line := text.readline(LINE_BYTES)):
             if len(line) >= LINE_BYTES:
@@ -291,7 +291,7 @@ class ZipMembers:
             with named_faults(self.path), zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return file.read(WHOLE_BYTES)
         with named_faults(self.path):
-            packed = self._packed_bytes(member)
+            packed = self._packed_bytes(name, member)
             if member.compress_type == zipfile.ZIP_STORED:
                 return packed
             if member.compress_type == zipfile.ZIP_DEFLATED:
@@ -299,13 +299,15 @@ class ZipMembers:
             reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
             return reader.read(member.file_size + 1)[: member.file_size]
 
-    def _packed_bytes(self, member: zipfile.ZipInfo) -> bytes:
+    def _packed_bytes(self, name: str, member: zipfile.ZipInfo) -> bytes:
         "The compressed bytes of a member, which follow its local header."
         with open(self.path, "rb") as file:
             file.seek(member.header_offset)
             header = file.read(30)
             if header[:4] != b"PK\x03\x04":
-                raise ForeignError(f"{self.path}: damaged")
+                raise ForeignError(
+                    f"{self.path}: damaged (member {name!r}: its local header is missing); copy it again"
+                )
             name_bytes = int.from_bytes(header[26:28], "little")
             extra_bytes = int.from_bytes(header[28:30], "little")
             file.seek(name_bytes + extra_bytes, os.SEEK_CUR)

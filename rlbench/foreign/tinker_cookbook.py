@@ -92,13 +92,13 @@ def tinker_source(tree: FileTree, path: Path) -> SourceFile | None:
     if is_summaries(tree, path):
         return LinesFile(path, partial(read_rollout_summary, iteration=iteration_of(path)))
     if is_metrics(tree, path):
-        return LinesFile(path, read_tinker_metrics, soon=True)
+        return LinesFile(path, read_tinker_metrics, is_read_first=True)
     if path.name == "timing_spans.jsonl" and tree.has_keys(path, "spans"):
-        return LinesFile(path, read_spans, soon=True)
+        return LinesFile(path, read_spans, is_read_first=True)
     if path.name == "checkpoints.jsonl" and tree.has_keys(path, "name", "batch"):
-        return LinesFile(path, read_checkpoint, soon=True)
+        return LinesFile(path, read_checkpoint, is_read_first=True)
     if path.name == "config.json":
-        return WholeFile(path, read_tinker_settings, soon=True)
+        return WholeFile(path, read_tinker_settings, is_read_first=True)
     if path.name.endswith("_logtree.json"):
         summaries = summaries_beside(path)
         size = summaries.stat().st_size if summaries.is_file() else 0
@@ -360,7 +360,7 @@ TINKER_COOKBOOK = ForeignFormat(
     files=list_tinker_cookbook,
     first_step=0,
     end_marks={r"checkpoints\..*\.final": (True,)},
-    written_after="remove_constant_reward_groups",
+    group_filter_setting="remove_constant_reward_groups",
     metrics={
         "reward_mean": ("env/all/reward/total", "reward/total"),
         "all_pass": "env/all/by_group/frac_all_good",

@@ -305,8 +305,8 @@ def index_runs(tree: FileTree) -> Index:
         if is_database(path):
             _add_database(found, path)  # adds nothing for one without Trackio's tables
     projects = {path.parent for path in found}
-    for add in (_add_fragments, _add_sessions):
-        add(found, tree, projects)
+    _add_fragments(found, tree)
+    _add_sessions(found, tree, projects)
     return {path: files for path, files in found.items() if files}
 
 
@@ -315,10 +315,10 @@ def _add_database(found: Index, path: Path) -> None:
     names = [run.name for run in runs]
     for run in runs:
         name = run_path(path.parent, path.stem, run.name, run.value, names)
-        found.setdefault(name, []).append(WholeFile(path, partial(read_database, run=run), soon=True))
+        found.setdefault(name, []).append(WholeFile(path, partial(read_database, run=run), is_read_first=True))
 
 
-def _add_fragments(found: Index, tree: FileTree, projects: set[Path]) -> None:
+def _add_fragments(found: Index, tree: FileTree) -> None:
     "The files of the inbox by run; a run that is in a database, too, has both."
     by_run: dict[tuple, list[Path]] = {}
     for path in tree.paths:

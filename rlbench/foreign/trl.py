@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHAT', 'STATE', 'MEAN', 'NOT_FIGURES', 'STATE_SETTINGS', 'TRL', 'is_completions', 'is_state', 'folder_of', 'find_trl',
            'list_trl', 'newest_state', 'event_history', 'reward_functions', 'reward_weights', 'number_columns',
-           'read_completions', 'unnamed_functions', 'read_completion', 'weighted_sum', 'said_of', 'read_state']
+           'read_completions', 'unnamed_functions', 'read_completion', 'weighted_sum', 'completion_texts', 'read_state']
 
 # %% ../../nbs/foreign/14_trl.ipynb #trl-imports
 # The files of TRL.
@@ -38,6 +38,7 @@ from rlbench.foreign.formats import (
     chat_text,
     cut_conversation,
     json_object,
+    paths_outside,
 )
 from .rows import ForeignResponse, Metric, Remark, Setting, flat_settings
 from .source_files import ForeignError, read_parquet
@@ -70,8 +71,7 @@ def find_trl(tree: FileTree) -> list[Path]:
     "The runs of a tree: folders with completions, and those with a trainer's state alone."
     with_completions = {folder_of(tree, path) for path in tree.paths if is_completions(tree, path)}
     states = {folder_of(tree, path) for path in tree.paths if is_state(path)}
-    alone = {folder for folder in states if not any(folder.is_relative_to(run) for run in with_completions)}
-    return sorted(with_completions | alone)
+    return sorted(with_completions | paths_outside(states, with_completions))
 
 
 def list_trl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
@@ -83,9 +83,9 @@ def list_trl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
         if is_completions(tree, path):
             yield WholeFile(path, read)
         elif path == state:
-            yield WholeFile(path, read_state, soon=True)
+            yield WholeFile(path, read_state, is_read_first=True)
         elif is_event_file(path):
-            yield WholeFile(path, read_scalars, soon=True)
+            yield WholeFile(path, read_scalars, is_read_first=True)
 
 
 def newest_state(tree: FileTree, run: Path) -> Path | None:
@@ -180,7 +180,7 @@ def read_completion(record: dict, parts: Sequence[str], weights: Mapping[str, fl
     "The response of a row. `parts`: the columns of the reward functions; `weights`: empty where they are not known."
     values = {name: as_number(record.get(name)) for name in parts}
     known = {name: value for name, value in values.items() if value is not None}
-    said = said_of(record.get("completion"))
+    said = completion_texts(record.get("completion"))
     responses = said[::2]
     prompt = record.get("prompt")
     return ForeignResponse(
@@ -201,7 +201,7 @@ def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> fl
     return sum(weights[name] * value for name, value in parts.items())
 
 
-def said_of(completion: object) -> list[str]:
+def completion_texts(completion: object) -> list[str]:
     "Responses and observations of a completion in turn; it begins with a response."
     if not isinstance(completion, list):
         return [] if completion is None else [as_text(completion)]

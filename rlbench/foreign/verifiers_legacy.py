@@ -51,7 +51,7 @@ def list_results(tree: FileTree, run: Path) -> Iterator[SourceFile]:
         if is_results(tree, path) and tree.holding(path, 1) == run:
             yield LinesFile(path, partial(read_result, evaluation=evaluation_name(path.parent)))
         elif path.name == "metadata.json" and path.parent == run:
-            yield WholeFile(path, read_metadata, soon=True)
+            yield WholeFile(path, read_metadata, is_read_first=True)
 
 
 def evaluation_name(folder: Path) -> str:

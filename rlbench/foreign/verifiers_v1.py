@@ -42,7 +42,7 @@ def list_evaluation(tree: FileTree, run: Path) -> Iterator[SourceFile]:
         if is_traces(tree, path) and tree.holding(path, 1) == run:
             yield LinesFile(path, partial(episode_responses, decide=evaluation_of), EpisodeRecord)
         elif path.suffix == ".json" and "configs" in path.parts:
-            yield WholeFile(path, read_evaluation_settings, soon=True)
+            yield WholeFile(path, read_evaluation_settings, is_read_first=True)
 
 # %% ../../nbs/foreign/12_verifiers_v1.ipynb #verifiers-v1-read
 def evaluation_of(episode: EpisodeRecord, info: InfoRecord) -> Mapping[str, object]:

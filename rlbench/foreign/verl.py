@@ -27,6 +27,7 @@ from rlbench.foreign.formats import (
     as_text,
     as_whole,
     has_keys,
+    paths_outside,
 )
 from .rows import ForeignResponse, Metric
 
@@ -48,8 +49,7 @@ def find_verl(tree: FileTree) -> list[Path]:
     "The folders of the verl runs in a tree, and metrics files without one."
     with_responses = {tree.holding(path, 2) for path in tree.paths if is_responses(tree, path)}
     metrics = [path for path in tree.paths if is_metrics(tree, path)]
-    alone = {path for path in metrics if not any(path.is_relative_to(folder) for folder in with_responses)}
-    return sorted(with_responses | alone)
+    return sorted(with_responses | paths_outside(metrics, with_responses))
 
 
 def list_verl(tree: FileTree, run: Path) -> Iterator[LinesFile]:
@@ -121,7 +121,7 @@ VERL = ForeignFormat(
     find=find_verl,
     files=list_verl,
     guess_groups="equal prompts",
-    written_after="algorithm.filter_groups.enable",
+    group_filter_setting="algorithm.filter_groups.enable",
     metrics={
         "reward_mean": "critic/score/mean",
         "reward_min": "critic/score/min",

@@ -58,7 +58,7 @@ class Fitted:
     estimates: Mapping[str, Estimate]
     busy: float
     seen: Figures
-    beside: float  # sequences at work in a generator, mean
+    sequences_at_work: float  # sequences at work in a generator, mean
     now: int = 0  # version of the run
     lengths: tuple[np.ndarray, ...] = ()  # of the rollouts in order of time: tokens, and whether they were stopped
     judged: tuple[np.ndarray, ...] = ()  # right and scored rollouts of the groups
@@ -104,7 +104,7 @@ def fit_window(folder: Path, config: RunConfig, window: FitWindow, turns: Turns,
     batches, batch_tokens, busy = batch_seconds(window)
     train, train_token = train_of(batches, batch_tokens)
     slowed = 1 + (curve.shared.value - 1) * writing_share(turns, *window.span)
-    pace = (curve.base.value + curve.each.value * curve.beside) * curve.shared.value
+    pace = (curve.base.value + curve.each.value * curve.sequences_at_work) * curve.shared.value
     sync, load, travel = weights_seconds(window, config, config.decode_steps * pace)
     groups = judged_groups(window)
     verdicts = verdict_seconds(window, config)
@@ -153,7 +153,7 @@ def fit_window(folder: Path, config: RunConfig, window: FitWindow, turns: Turns,
         estimates=estimates,
         busy=busy,
         seen=measured_figures(window.steps, config.dollars_per_hour),
-        beside=curve.beside,
+        sequences_at_work=curve.sequences_at_work,
         lengths=(responses.tokens, responses.stopped),
         judged=(groups.solved, groups.scored),
         unsure=curve.error,

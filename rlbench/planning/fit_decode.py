@@ -43,16 +43,14 @@ LEAST_TRAINING_VARIATION = 0.08  # of a turn's share of training (standard devia
 
 @dataclass(frozen=True)
 class FittedCurve:
-    """A decode curve with its estimates: seconds of a token alone, for each sequence at work; slowdown while the
-    trainer computes. `beside`: sequences at work, mean; `error`: standard error of the part of the pace at that load
-    that goes with the sequences; `prefill`: seconds of a prompt token."""
+    "A decode curve with its estimates."
 
-    base: Estimate
-    each: Estimate
-    shared: Estimate
-    beside: float
-    error: float = 0.5
-    prefill: float = 0.0
+    base: Estimate  # seconds of a token alone
+    each: Estimate  # seconds that each sequence at work adds
+    shared: Estimate  # slowdown while the trainer computes
+    sequences_at_work: float  # mean
+    error: float = 0.5  # standard error of the part of the pace at that load that goes with the sequences
+    prefill: float = 0.0  # seconds of a prompt token
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +75,8 @@ def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> FittedCur
     drifts; `looks`: mean looks of its generator in a turn."""
     seconds = turns.end - turns.begin
     count = len(seconds)
-    load = float(np.average(turns.beside, weights=seconds))
-    x = np.column_stack([turns.tokens, turns.tokens * turns.beside, np.ones(count)])
+    load = float(np.average(turns.sequences_at_work, weights=seconds))
+    x = np.column_stack([turns.tokens, turns.tokens * turns.sequences_at_work, np.ones(count)])
     regression = TurnRegression(x, seconds, turns.training / seconds, load)
     slowdown, slowdown_error = (0.0, inf) if apart else training_slowdown(regression)
     is_slowed = slowdown > SURE * slowdown_error
@@ -89,7 +87,7 @@ def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> FittedCur
 
     (pace, part), (_, error) = jackknife(count, solve, is_exact)
     has_pace = 0 < pace < inf
-    varies = np.std(turns.beside) > (LEAST_VARIATION_EXACT if is_exact else LEAST_VARIATION) * load
+    varies = np.std(turns.sequences_at_work) > (LEAST_VARIATION_EXACT if is_exact else LEAST_VARIATION) * load
     is_known = bool(varies and has_pace and error < 0.25 and -0.25 < part < 1.25)
     part = float(np.clip(part, 0.0, 1.0)) if is_known else 0.0
     error = max(LEAST_ERROR, float(error)) if is_known else UNKNOWN
@@ -101,7 +99,7 @@ def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> FittedCur
         base=replace(base, source=source),
         each=replace(each, source=source),
         shared=slowdown_factor(slowdown, slowdown_error, count) if is_slowed else assumed(1.0, "x"),
-        beside=load,
+        sequences_at_work=load,
         error=error,
     )
 

@@ -20,23 +20,21 @@ from math import exp, expm1, inf, lgamma, log, log1p, sqrt
 from ..loop.config import RunConfig
 from ..loop.world import World
 from .fit_rollouts import cut_mean
-from .queueing import group_shares, staleness_of, tail_factor
+from .queueing import group_shares, mean_staleness_form, tail_factor
 from ..runtime.forecasts import Figures, dollars_per_thousand
 
 # %% ../../nbs/planning/17_fit_formula.ipynb #fit-form
 @dataclass(frozen=True)
 class Sizes:
-    """What the formulas need of a world, worked out once: response tokens, turns, seconds between turns and of a
-    verdict, share of groups let through; the longest of a group over the mean, for the tokens alone and for whole
-    rollouts; and the longest of a batch over the mean."""
+    "What the formulas need of a world, worked out once. A tail is the longest of several over the mean."
 
-    tokens: float
-    turns: float
-    outside: float
-    accepted: float
-    token_tail: float
-    rollout_tail: float
-    batch_tail: float
+    tokens: float  # mean of a response
+    turns: float  # mean of a rollout
+    outside: float  # seconds of a rollout in tools and its verdict
+    accepted: float  # share of the groups that the filter lets through
+    token_tail: float  # of a group, by tokens
+    rollout_tail: float  # of a group, by the seconds of whole rollouts
+    batch_tail: float  # of a batch, by tokens
 
 
 def sizes_of(config: RunConfig, world: World) -> Sizes:
@@ -136,9 +134,9 @@ class RateFormula:
         return mean_staleness(config, self.world, self.supply / self.full, self.count, self.rate, sizes)
 
 # %% ../../nbs/planning/17_fit_formula.ipynb #fit-form-part-2-3
-def forecast_by_formula(config: RunConfig, world: World, busy: float, sizes: Sizes | None = None) -> Figures:
+def forecast_by_formula(config: RunConfig, world: World, busy: float) -> Figures:
     "The figures by formulas alone. `busy`: share of the seconds of a batch in which the trainer is at work."
-    sizes = sizes or sizes_of(config, world)
+    sizes = sizes_of(config, world)
     if config.staleness == 0:
         return synchronous_figures(config, world, busy, sizes)
     formula = RateFormula(config, world, sizes)
@@ -171,7 +169,7 @@ def mean_staleness(config: RunConfig, world: World, rho: float, count: float, ra
     room = config.queue_batches or config.staleness
     if not config.queue_batches and config.backlog == "hold":
         room = max(0.0, config.staleness + config.oversample - count * sizes.accepted / config.batch)
-    found = staleness_of(
+    found = mean_staleness_form(
         rho,
         count,
         config.batch,

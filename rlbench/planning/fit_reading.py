@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEAST', 'LEAST_ROLLOUTS', 'KINDS', 'ROLLOUT_COLUMNS', 'BATCH_COLUMNS', 'LOST_FATES', 'FitWindow', 'read_window',
            'window_steps', 'last_change', 'last_fed_version', 'batch_seconds', 'weights_seconds', 'verdict_seconds',
-           'JudgedGroups', 'judged_groups', 'Responses', 'responses_of', 'slots_over_time', 'config_at', 'has_knob',
-           'workload_of', 'known_rollout']
+           'JudgedGroups', 'judged_groups', 'Responses', 'responses_of', 'slots_over_time', 'config_at', 'workload_of',
+           'known_rollout']
 
 # %% ../../nbs/planning/14_fit_reading.ipynb #fit-reading-imports
 # What a fit reads of a run folder.
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..base.ledger_reading import read_table
-from ..loop.config import RunConfig, value_of
+from ..loop.config import RunConfig
 from ..loop.config_files import captured_functions, load_config, read_config
 from ..loop.world import KnownRollout
 from .estimates import Estimate, assumed, estimate_mean
 from ..runtime.forecasts import filling_versions
-from ..runtime.setting_history import at_version, over_time
+from ..runtime.setting_history import at_version, changes_in_force, over_time
 from ..runtime.steer import in_force
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def last_change(folder: Path, until: int | None) -> int:
 
 
 def last_fed_version(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
-    "The last version before a run that reaches the end of its steps begins nothing new and uses up what is left."
+    """The last version for which rollouts were dispatched: a run that ends by `steps` then only trains what is left.
+    For any other run, a number above all versions."""
     endless = 2**31
     if not len(steps) or steps["version"][-1] < config.steps:
         return endless
@@ -288,25 +289,18 @@ def slots_over_time(folder: Path, ends: Mapping[int, float]) -> list[tuple[float
 
 
 def config_at(folder: Path, until: int | None) -> RunConfig:
-    "The configuration in force, or the one that was in force at a version."
+    "The configuration in force, or the one with which the batch that made version `until` was trained."
     if until is None:
         return in_force(folder)
     config = read_config(folder)
-    values = {}
-    for knob, value, version, status in read_table(folder, "commands", ["knob", "value", "version", "status"]).rows():
-        is_set = status == "applied" and value not in (None, "null")
-        if is_set and version < until and has_knob(config, knob):
-            values[knob] = json.loads(value)
-    return load_config(config, values, captured_functions(folder))
+    start = config.model_dump()
+    functions = captured_functions(folder)
 
+    def check(settings: Mapping) -> None:
+        load_config(settings, extra=functions)
 
-def has_knob(config: RunConfig, name: str) -> bool:
-    "True if a configuration has a knob of this name."
-    try:
-        value_of(config, name)
-    except ValueError:
-        return False
-    return True
+    changes = changes_in_force(start, read_table(folder, "commands"), until - 1, start.keys(), check)
+    return load_config(config, changes, functions)
 
 # %% ../../nbs/planning/14_fit_reading.ipynb #fit-workload
 def workload_of(folder: Path) -> dict[tuple[int, int], KnownRollout]:

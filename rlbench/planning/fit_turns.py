@@ -34,7 +34,7 @@ class Turns:
     begin: np.ndarray
     end: np.ndarray
     tokens: np.ndarray
-    beside: np.ndarray
+    sequences_at_work: np.ndarray
     training: np.ndarray
     loads: Sequence[Sequence[tuple[float, int]]] = ()
 
@@ -144,12 +144,12 @@ def turns_of(
     for now, kind, event in zip(at, kinds, fields):
         log.follow(now, kind, event)
     begin, end, tokens = (np.array([row[i] for row in log.finished], float) for i in range(3))
-    beside = np.zeros(len(log.finished))
+    sequences = np.zeros(len(log.finished))
     for name, timeline in log.timelines.items():
         is_mine = np.array([row[3] == name for row in log.finished], bool)
-        beside[is_mine] = mean_load(timeline.loads, begin[is_mine], end[is_mine])
+        sequences[is_mine] = mean_load(timeline.loads, begin[is_mine], end[is_mine])
     training = seconds_within(end, spans) - seconds_within(begin, spans)
-    return Turns(begin, end, tokens, beside, training, [timeline.loads for timeline in log.timelines.values()])
+    return Turns(begin, end, tokens, sequences, training, [timeline.loads for timeline in log.timelines.values()])
 
 # %% ../../nbs/planning/11_fit_turns.ipynb #fit-turns-two-part-2
 def mean_load(loads: Sequence[tuple[float, int]], begin: np.ndarray, end: np.ndarray) -> np.ndarray:

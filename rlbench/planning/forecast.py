@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SKIPPED_VERSIONS', 'VIEWED_VERSIONS', 'OnVersion', 'Forecast', 'fleet_of', 'trainer_hourly', 'dollar_shares',
-           'make_forecast', 'staleness_form', 'thrown_form', 'forecast_form', 'world_of_plan', 'config_of_plan',
+           'make_forecast', 'staleness_form', 'discarded_form', 'forecast_form', 'world_of_plan', 'config_of_plan',
            'simulate_plan', 'forecast_simulated', 'useful_share', 'forecast_of_steps']
 
 # %% ../../nbs/planning/34_forecast.ipynb #forecast-imports
@@ -27,7 +27,7 @@ from ..models.hardware import training_flops, utilisation
 from .cost import Batch, Fleet, break_even, by_fate, latency_billed, token_priced, wall_clock
 from .plan_cycle import Cycle, cycle_of
 from .plan_memory import memory_of, sync_seconds
-from .plan_pace import Pace, settle_pace
+from .plan_pace import Pace, pace_and_binding_limit
 from .planfile import PlanFile
 from rlbench.planning.queueing import (
     cut_off,
@@ -44,36 +44,31 @@ from .simulator import Simulated, books_since, simulate, summarize_steps
 # %% ../../nbs/planning/34_forecast.ipynb #planner-forecast
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will do. `rate`: trained rollouts a second; `step`: seconds of a batch, of which the trainer has the
-    shares `compute`, `sync`, `wait`; `ratio`: what it could take over what it gets; staleness in versions; `latency`:
-    seconds of a rollout; `unfinished`, `thrown`, `thrown_tokens`, `zero_advantage`: shares; `mfu`: while it computes;
-    dollars per million trained tokens as `latency_billed`, by `wall` clock, with what stands `beside` the GPUs
-    (sandboxes, processors), and as `listed` by an API; `even`: the hour of a GPU at which the clock and the list
-    agree; `first`: seconds until the first batch is full; `fates`: what a dollar bought."""
+    "What a run will do. Prices are dollars per million trained tokens."
 
-    how: str
-    rate: float
-    step: float
-    compute: float
-    sync: float
-    wait: float
-    ratio: float
-    staleness: float
-    oldest: float
-    latency: float
-    under_way: float
-    unfinished: float
-    thrown: float
-    thrown_tokens: float
-    zero_advantage: float
-    mfu: float
-    latency_billed: float
-    wall: float
-    beside: float
-    listed: float
-    even: float
-    first: float
-    fates: tuple[tuple[str, float], ...]
+    how: str  # the forecast was made, in words
+    rate: float  # trained rollouts a second
+    step: float  # seconds of a batch
+    compute: float  # share of the trainer's time
+    sync: float  # share of the trainer's time
+    wait: float  # share of the trainer's time
+    ratio: float  # what the trainer could take over what it gets
+    staleness: float  # mean, in versions
+    max_staleness: float  # largest staleness, in versions
+    latency: float  # seconds of a rollout
+    under_way: float  # rollouts in flight
+    unfinished: float  # share of the rollouts in flight when a batch is full
+    discarded: float  # share of the rollouts that are never trained
+    discarded_tokens: float  # share of the tokens that are never trained
+    zero_advantage: float  # share of the groups in which all rollouts get the same reward
+    mfu: float  # of the trainer while it computes
+    latency_billed: float  # price if the GPUs are billed for a rollout's time
+    wall: float  # price by the clock
+    wall_with_other: float  # price by the clock, with sandboxes, processors and storage
+    listed: float  # price on an API's list
+    even: float  # dollars an hour of a GPU at which the clock and the list agree
+    first: float  # seconds until the first batch is full
+    fates: tuple[tuple[str, float], ...]  # share of a dollar by what it bought
 
 
 def fleet_of(plan: PlanFile, under_way: float) -> Fleet:
@@ -134,7 +129,7 @@ def make_forecast(
         mfu=utilisation(training_flops(plan.shape, batch_tokens), compute, gpu, plan.trainer.gpus),
         latency_billed=latency_billed(fleet, batch),
         wall=wall_clock(fleet, batch),
-        beside=wall_clock(fleet, batch, beside=True),
+        wall_with_other=wall_clock(fleet, batch, includes_other=True),
         listed=token_priced(prices, batch) if prices else nan,
         even=break_even(fleet, batch, prices) if prices else nan,
         fates=dollar_shares(plan, fates, wait),
@@ -158,7 +153,7 @@ def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> f
     return min(run.staleness, mean + skipped)
 
 
-def thrown_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
+def discarded_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
     """(share of the rollouts that ended without being trained, share of their tokens): by the filter, by a full queue
     that pushes out the oldest, and by a cut-off that leaves some behind."""
     run = plan.run
@@ -174,7 +169,7 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
     "The forecast by closed forms; `factor`: the tail factor of the plan's groups, if the caller knows it."
     run, sigma = plan.run, plan.rollouts.sigma
     factor = factor or tail_factor(run.group, sigma)
-    pace, _ = settle_pace(plan, memory_of(plan))
+    pace, _ = pace_and_binding_limit(plan, memory_of(plan))
     cycle = cycle_of(plan, pace)
     latency = pace.latency
     if not pace.fitted:
@@ -185,12 +180,12 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
         under_way = min(under_way, run.batch / cycle.step / cycle.accepted * latency)
         alive = max(1, run.staleness) * run.batch
     started = run.batch / cycle.accepted
-    thrown, thrown_tokens = thrown_form(plan, cycle)
+    discarded, discarded_tokens = discarded_form(plan, cycle)
     filtered = 1 - cycle.accepted
     fates = {
-        "trained": 1 - thrown_tokens,
-        "filtered": min(thrown_tokens, filtered),
-        "stale": max(0.0, thrown_tokens - filtered),
+        "trained": 1 - discarded_tokens,
+        "filtered": min(discarded_tokens, filtered),
+        "stale": max(0.0, discarded_tokens - filtered),
     }
     longest = latency_quantile(1 - 1e-4, 1.0, sigma)
     unfinished = min(1.0, under_way / alive) if run.staleness else run.oversample / (1 + run.oversample)
@@ -204,10 +199,10 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
         under_way,
         fates,
         staleness=staleness_form(plan, pace, cycle, factor),
-        oldest=float(min(run.staleness, oldest_of(under_way, started, longest, 1.0) + 1)),
+        max_staleness=float(min(run.staleness, oldest_of(under_way, started, longest, 1.0) + 1)),
         unfinished=unfinished,
-        thrown=thrown,
-        thrown_tokens=thrown_tokens,
+        discarded=discarded,
+        discarded_tokens=discarded_tokens,
         zero_advantage=filtered,
         first=first_batch_seconds(under_way, started, pace.latency, sigma, run.group),
     )
@@ -221,7 +216,7 @@ OnVersion = Callable[[int, int], None]  # called with a version that was made, a
 def world_of_plan(plan: PlanFile) -> World:
     "The simulator's world for a plan."
     memory = memory_of(plan)
-    pace, _ = settle_pace(plan, memory)
+    pace, _ = pace_and_binding_limit(plan, memory)
     cycle = cycle_of(plan, pace)
     rollouts, environment = plan.rollouts, plan.environment
     longest = max(1.0, rollouts.longest - rollouts.prompt) if rollouts.longest else 0.0
@@ -317,10 +312,10 @@ def forecast_of_steps(plan: PlanFile, steps: Sequence[SimulatedStep], skip: int 
         tokens,
         summary.tokens,
         staleness=summary.staleness,
-        oldest=float(summary.oldest),
+        max_staleness=float(summary.max_staleness),
         unfinished=summary.unfinished,
-        thrown=1 - useful_share(attempts),
-        thrown_tokens=1 - useful_share(tokens),
+        discarded=1 - useful_share(attempts),
+        discarded_tokens=1 - useful_share(tokens),
         zero_advantage=filtered / max(1, judged),
         first=steps[0].wait,
     )

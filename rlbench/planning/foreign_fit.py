@@ -141,7 +141,7 @@ def fit_foreign(folder: str | Path) -> Fitted:
         estimates=estimates,
         busy=1.0,
         seen=seen_figures(steps),
-        beside=float(config.concurrency),
+        sequences_at_work=float(config.concurrency),
         now=int(versions[-1]),
         lengths=(lengths, stopped),
         judged=judged,

@@ -124,9 +124,7 @@ def band_of(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.percentile(rates, rest, axis=0), np.percentile(rates, 100 - rest, axis=0)
 
 
-def law_forecast(
-    law: str, versions: np.ndarray, fits: list, ceilings: np.ndarray, rates: np.ndarray, fitted: float
-) -> LawForecast:
+def law_forecast(law: str, versions: np.ndarray, ceilings: np.ndarray, rates: np.ndarray, fitted: float) -> LawForecast:
     "A forecast from the rates [fits, versions] and ceilings [fits] of the fit, which comes first, and its refits."
     low, high = band_of(rates)
     ceiling = (float(ceilings[0]), *map(float, band_of(ceilings)))
@@ -151,7 +149,7 @@ def forecast_entropy_law(
         fits.append(fit_entropy_law(entropy_V, drawn_V))
     rates = np.array([fit.rate(entropy_V) for fit in fits])
     ceilings = np.array([fit.ceiling for fit in fits])
-    return law_forecast("entropy law", versions_V, fits, ceilings, rates, float(versions_V[-1]))
+    return law_forecast("entropy law", versions_V, ceilings, rates, float(versions_V[-1]))
 
 
 def forecast_sigmoid(versions: Sequence[float], rate: Sequence[float], start: float, end: float) -> LawForecast | None:
@@ -170,4 +168,4 @@ def forecast_sigmoid(versions: Sequence[float], rate: Sequence[float], start: fl
     shown = np.linspace(versions_V[0], max(end, versions_V[-1]), 60)
     rates = np.array([fit.rate(shown) for fit in fits])
     ceilings = np.array([fit.ceiling for fit in fits])
-    return law_forecast("sigmoid", shown, fits, ceilings, rates, float(versions_V[-1]))
+    return law_forecast("sigmoid", shown, ceilings, rates, float(versions_V[-1]))

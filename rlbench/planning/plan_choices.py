@@ -40,16 +40,15 @@ from .queueing import tail_factor
 # %% ../../nbs/planning/35_plan_choices.ipynb #planner-split
 @dataclass(frozen=True)
 class PlanChoice:
-    """One way to do it: GPUs that generate and GPUs that train, rollouts at once, the field that differs, its value,
-    the forecast, and how much more a token costs than with the best choice."""
+    "One way to do it."
 
-    writing: int
-    training: int
-    concurrency: int
-    place: str
-    value: float
+    writing: int  # GPUs that generate
+    training: int  # GPUs that train
+    concurrency: int  # rollouts at once
+    place: str  # field that differs between the choices
+    value: float  # of this field
     forecast: Forecast
-    dearer: float = 0.0
+    extra_cost: float = 0.0  # share by which a token costs more than with the best choice
 
 
 def target_of(plan: PlanFile, factor: float = 0.0) -> float:
@@ -96,7 +95,7 @@ def best_concurrency(plan: PlanFile, target: float, factor: float) -> PlanChoice
 def with_price_gaps(choices: Sequence[PlanChoice], kept: Sequence[PlanChoice]) -> tuple[PlanChoice, ...]:
     "The choices with what each costs more than the cheapest of `kept`."
     lowest = min((choice.forecast.wall for choice in kept), default=inf)
-    return tuple(replace(choice, dearer=choice.forecast.wall / lowest - 1) for choice in choices)
+    return tuple(replace(choice, extra_cost=choice.forecast.wall / lowest - 1) for choice in choices)
 
 
 def cheapest(choices: Sequence[PlanChoice]) -> PlanChoice:
@@ -195,14 +194,14 @@ def compare_settings(plan: PlanFile) -> tuple[PlanChoice, ...]:
 # %% ../../nbs/planning/35_plan_choices.ipynb #planner-sensitivity
 @dataclass(frozen=True)
 class Swing:
-    "An input at both ends of its range, with the forecasts there. `told`: the plan gave the range."
+    "An input at both ends of its range, with the forecasts there. `is_given`: the plan gave the range."
 
     place: str
     low: float
     value: float
     high: float
     ends: tuple[Forecast, Forecast]
-    told: bool
+    is_given: bool
 
     @property
     def moves(self) -> float:
@@ -264,18 +263,16 @@ def input_swings(plan: PlanFile) -> tuple[Swing, ...]:
 # %% ../../nbs/planning/35_plan_choices.ipynb #planner-tenants
 @dataclass(frozen=True)
 class Tenant:
-    """So many runs on the same generators: bytes of weights in an engine, sequences that fit into the cache, sequences
-    written at once, seconds of a token; of each run the seconds of a batch, trained rollouts a second, dollars per
-    million trained tokens by the clock."""
+    "So many runs on the same generators."
 
     runs: int
-    weights: float
-    room: float
-    written: float
-    token: float
-    step: float
-    rate: float
-    wall: float
+    weights: float  # bytes in an engine
+    room: float  # sequences that fit into the cache
+    written: float  # sequences written at once
+    token: float  # seconds of a token
+    step: float  # seconds of a batch of each run
+    rate: float  # trained rollouts a second of each run
+    wall: float  # dollars per million trained tokens of each run, by the clock
 
 
 def tenant_of(plan: PlanFile, runs: int) -> Tenant:

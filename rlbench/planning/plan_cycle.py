@@ -18,24 +18,22 @@ __all__ = ['Cycle', 'cycle_of', 'calibrate_plan']
 from dataclasses import dataclass, replace
 
 from .plan_memory import memory_of, sync_seconds, train_seconds, trainer_mfu
-from .plan_pace import Pace, settle_pace, wave_seconds
+from .plan_pace import Pace, pace_and_binding_limit, wave_seconds
 from .planfile import PlanFile
 from .queueing import drop_share, group_shares
 
 # %% ../../nbs/planning/33_plan_cycle.ipynb #planner-cycle
 @dataclass(frozen=True)
 class Cycle:
-    """Seconds of a batch: from one to the next, computing, weights travelling; share of the rollouts that the filter
-    accepts; share of these that is too old when it is done; seconds to write the rollouts of a batch; share of the
-    time in which the engines stand still."""
+    "What a batch takes."
 
-    step: float
-    compute: float
-    sync: float
-    accepted: float
-    stale: float
-    written: float
-    still: float
+    step: float  # seconds from one batch to the next
+    compute: float  # seconds in which the trainer computes
+    sync: float  # seconds in which weights travel
+    accepted: float  # share of the rollouts that the filter accepts
+    stale: float  # share of the accepted ones that are too old when they are done
+    written: float  # seconds in which the engines write the rollouts of a batch
+    still: float  # share of the time in which the engines stand still
 
     @property
     def ratio(self) -> float:
@@ -73,7 +71,7 @@ def cycle_of(plan: PlanFile, pace: Pace) -> Cycle:
 def calibrate_plan(plan: PlanFile) -> PlanFile:
     """The plan with its measured latency and seconds replaced by what they say: an efficiency and an MFU, which hold
     for other numbers of GPUs and rollouts, too."""
-    pace, _ = settle_pace(plan, memory_of(plan))
+    pace, _ = pace_and_binding_limit(plan, memory_of(plan))
     efficiency = pace.efficiency
     if pace.fitted:
         efficiency /= 1 - cycle_of(plan, pace).still

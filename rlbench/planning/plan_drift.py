@@ -29,7 +29,7 @@ from rlbench.planning.forecast import (
 from .plan_cycle import calibrate_plan
 from .plan_memory import memory_of
 from .plan_numbers import three_digits
-from .plan_pace import settle_pace
+from .plan_pace import pace_and_binding_limit
 from .plan_parts import DRIFTS, value_at_version
 from .planfile import PlanFile
 
@@ -98,7 +98,7 @@ def forecast_change(
     began = SKIPPED_VERSIONS + plateau
     over = plan.drift.over
     start, end = plan_at_version(base, 0), plan_at_version(base, over)
-    pace, _ = settle_pace(base, memory_of(base))
+    pace, _ = pace_and_binding_limit(base, memory_of(base))
     settling = 4 + ceil(2 * pace.running / base.run.batch)
 
     def world_at(version: int):

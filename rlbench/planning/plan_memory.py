@@ -40,17 +40,15 @@ from .planfile import PlanFile
 # %% ../../nbs/planning/31_plan_memory.ipynb #planner-memory
 @dataclass(frozen=True)
 class ServingMemory:
-    """The memory of the generators' GPUs: engines, bytes of an engine's weights (of all runs), bytes and tokens of
-    cache in an engine, tokens a sequence holds on average, sequences that fit in all engines, and how many fit if
-    each reserves room for the longest response (nan: not given)."""
+    "The memory of the generators' GPUs."
 
     engines: int
-    weights: float
-    room: float
-    tokens: float
-    resident: float
-    sequences: float
-    reserved: float
+    weights: float  # bytes in an engine, of all runs
+    room: float  # bytes of cache in an engine
+    tokens: float  # that the cache of an engine holds
+    resident: float  # tokens that a sequence holds on average
+    sequences: float  # that fit in all engines
+    reserved: float  # sequences that fit if each reserves the longest response; nan: not given
 
 
 def model_name(plan: PlanFile) -> str:

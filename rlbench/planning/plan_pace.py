@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WAVE_POINTS', 'Limit', 'staleness_limit', 'memory_limit', 'rollout_limits', 'plan_warnings', 'Pace', 'token_seconds',
-           'decode_curve', 'reading_seconds', 'pace_of', 'settle_pace', 'last_wave_seconds', 'wave_seconds']
+           'decode_curve', 'reading_seconds', 'pace_of', 'pace_and_binding_limit', 'last_wave_seconds', 'wave_seconds']
 
 # %% ../../nbs/planning/32_plan_pace.ipynb #plan-pace-imports
 # What limits the rollouts of a plan, and how long one takes.
@@ -109,19 +109,18 @@ def plan_warnings(plan: PlanFile, memory: ServingMemory) -> tuple[str, ...]:
 # %% ../../nbs/planning/32_plan_pace.ipynb #planner-pace
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a rollout with so many written at once: a token, all tokens, reading the prompt, tools, a sandbox, a
-    verdict; the share of the roofline that decoding reaches, whether that was fitted, and the curve of the engine."""
+    "Seconds of a rollout while so many are written at once."
 
-    running: float
-    token: float
-    writing: float
-    reading: float
-    tools: float
-    start: float
-    score: float
-    efficiency: float
-    fitted: bool
-    decode: DecodeCurve
+    running: float  # rollouts written at once
+    token: float  # seconds of a token
+    writing: float  # seconds of all tokens
+    reading: float  # seconds of the prompt
+    tools: float  # seconds
+    start: float  # seconds of a sandbox
+    score: float  # seconds of a verdict
+    efficiency: float  # share of the roofline that decoding reaches
+    fitted: bool  # True if the efficiency follows from a measured rate
+    decode: DecodeCurve  # of an engine
 
     @property
     def engine(self) -> float:
@@ -218,7 +217,7 @@ def pace_of(plan: PlanFile, memory: ServingMemory, running: float) -> Pace:
     )
 
 
-def settle_pace(plan: PlanFile, memory: ServingMemory) -> tuple[Pace, Limit]:
+def pace_and_binding_limit(plan: PlanFile, memory: ServingMemory) -> tuple[Pace, Limit]:
     "How many sequences the engines hold, with the seconds of a rollout at that load, and the limit that decides it."
     limits = rollout_limits(plan, memory)
     in_engines = next(limit for limit in limits if limit.name in ("run.concurrency", "memory"))

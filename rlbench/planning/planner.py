@@ -27,7 +27,7 @@ from .plan_cycle import Cycle, calibrate_plan, cycle_of
 from .plan_drift import drifting_names, forecast_change
 from .plan_memory import ServingMemory, check_trainer, memory_of
 from .plan_numbers import format_count, format_percent, three_digits
-from .plan_pace import Limit, Pace, plan_warnings, rollout_limits, settle_pace
+from .plan_pace import Limit, Pace, pace_and_binding_limit, plan_warnings, rollout_limits
 from .plan_sheets import Plan
 from .planfile import PlanFile, load_plan
 
@@ -163,7 +163,7 @@ def plan_run(
     file = override_plan(source, overrides or {}, tables)
     memory = memory_of(file)
     check_trainer(file)
-    pace, limit = settle_pace(file, memory)
+    pace, limit = pace_and_binding_limit(file, memory)
     bind, words = what_binds(file, memory, pace, limit, cycle_of(file, pace))
     simulated = forecast_simulated(file, seed, on_version=progress("the plan")) if simulate else None
     splits, confirmed = compare_splits(file, seed, simulate, progress("the best split"))

@@ -109,8 +109,8 @@ def caveats_of(fitted: Fitted, config: RunConfig, knobs: Mapping[str, object]) -
     for knob in ("concurrency", "generators"):
         if knob in knobs and fitted.estimates["each"].source == "assumed":
             caveats.append(
-                f"{knob}: the run always had about {fitted.beside:.0f} sequences at work, so its ledger does not tell "
-                "how another number changes the speed of each; the range goes from nothing to most of it"
+                f"{knob}: the run always had about {fitted.sequences_at_work:.0f} sequences at work, so its ledger "
+                "does not tell how another number changes the speed of each; the range goes from nothing to most of it"
             )
     if config.filter != "none" and fitted.config.filter == "none" and "filter" in knobs:
         caveats.append("filter: nothing was filtered in this run; what will be follows from the solve rates seen")
@@ -138,7 +138,7 @@ def draw_world(fitted: Fitted, world: World, target: RunConfig, chance: np.rando
     written, stopped = draw_sample(fitted.lengths, chance)
     tokens = world.response_tokens if stopped.all() else tokens_of(written, stopped, target.max_tokens)
     solved, scored = draw_sample(fitted.judged, chance)
-    sequences_part = world.decode.each * fitted.beside
+    sequences_part = world.decode.each * fitted.sequences_at_work
     part = sequences_part / (world.decode.base + sequences_part)
     factors = {}
     for name in ("train", "train_token", "sync", "load", "travel"):
@@ -182,8 +182,8 @@ def draw_share(value: float, error: float, chance: np.random.Generator) -> float
 
 def split_pace(fitted: Fitted, world: World, part: float) -> DecodeCurve:
     "The decode curve with the same pace at the load that was seen, of which this part goes with the sequences."
-    pace = world.decode.step_seconds(fitted.beside)
-    return DecodeCurve(pace * (1 - part), pace * part / max(1e-9, fitted.beside))
+    pace = world.decode.step_seconds(fitted.sequences_at_work)
+    return DecodeCurve(pace * (1 - part), pace * part / max(1e-9, fitted.sequences_at_work))
 
 # %% ../../nbs/planning/18_predict.ipynb #fit-predict-range
 REPLICATES = 6  # simulations of a prediction's range

@@ -34,7 +34,7 @@ class SimulatedEnvironment:
         self.used_sandboxes = 0
         self.waiting: deque[tuple[int, int]] = deque()  # rollouts that wait for a sandbox
 
-    def with_sandbox(self, key: tuple[int, int], call: Callable[[], None]) -> None:
+    def call_with_sandbox(self, key: tuple[int, int], call: Callable[[], None]) -> None:
         "Make a call once a rollout has a sandbox."
         rollout = self.simulation.rollouts[key]
         rollout.when_ready = call
@@ -50,7 +50,7 @@ class SimulatedEnvironment:
             return
         self.used_sandboxes += 1
         seconds = world.sandbox_start_s.draw(simulation.chance)
-        simulation.later(simulation.clock.now + seconds, self.give_sandbox, key)
+        simulation.schedule(simulation.clock.now + seconds, self.give_sandbox, key)
 
     def give_sandbox(self, key: tuple[int, int]) -> None:
         "A sandbox is ready; its rollout goes on, if it still runs."
@@ -72,7 +72,7 @@ class SimulatedEnvironment:
             if key in self.simulation.rollouts:
                 self.start_sandbox(key)
 
-    def leave_sandbox(self, rollout: SimulatedRollout) -> None:
+    def release_sandbox(self, rollout: SimulatedRollout) -> None:
         "A rollout does not need its sandbox any more."
         if rollout.has_sandbox:
             rollout.has_sandbox = False
@@ -85,10 +85,10 @@ class SimulatedEnvironment:
         key = action.rollout, action.attempt
         rollout = simulation.rollouts[key]
         if world.sandboxes and rollout.turns > 1 and not rollout.has_sandbox:
-            self.with_sandbox(key, lambda: self.carry_score(action))
+            self.call_with_sandbox(key, lambda: self.carry_score(action))
         elif rollout.turns_done < rollout.turns and not action.last:
             when = simulation.clock.now + world.tool_s.draw(simulation.chance)
-            simulation.later(when, simulation.hear, TurnEnded(*key, rollout.turns_done, at=when))
+            simulation.schedule(when, simulation.feed_event, TurnEnded(*key, rollout.turns_done, at=when))
         else:
             self.score(action.actor, key, rollout)
 
@@ -106,11 +106,11 @@ class SimulatedEnvironment:
         else:
             is_right = chance.random() < rollout.right_chance
             event = Scored(*key, float(is_right), is_right, Outcome.OK, seconds, "", when)
-        simulation.later(when, self.finish_scoring, event)
+        simulation.schedule(when, self.finish_scoring, event)
 
     def finish_scoring(self, event: Scored) -> None:
         "A verdict is there, and its rollout's sandbox is free."
         rollout = self.simulation.rollouts.get((event.rollout, event.attempt))
         if rollout is not None:
-            self.leave_sandbox(rollout)
-        self.simulation.hear(event)
+            self.release_sandbox(rollout)
+        self.simulation.feed_event(event)

@@ -88,7 +88,7 @@ class EngineGenerator:
             wait = self.seconds_to_look()
             if wait:
                 self.arriving.add(key)
-                self.simulation.later(self.simulation.clock.now + wait, self.look_at, key)
+                self.simulation.schedule(self.simulation.clock.now + wait, self.look_at, key)
             else:
                 self.line[key] = None
         self.fill_places()
@@ -151,7 +151,7 @@ class EngineGenerator:
         engine = self.pool.engines[i]
         end = engine.next_end()
         if end is not None:
-            self.simulation.later(end[0], self.finish_next, (i, engine.stamp))
+            self.simulation.schedule(end[0], self.finish_next, (i, engine.stamp))
 
     def finish_next(self, foretold: tuple[int, int]) -> None:
         "An engine has finished a sequence, unless something has changed since that was foretold."
@@ -165,7 +165,7 @@ class EngineGenerator:
         "A rollout has written its turn; its place goes to the next in line."
         simulation, engine = self.simulation, self.pool.engines[i]
         rollout = simulation.rollouts[key]
-        self.leave_engine(key)
+        self.remove_from_engine(key)
         rollout.written += rollout.turn_tokens
         rollout.turns_done += 1
         stamp = engine.stamp
@@ -174,9 +174,9 @@ class EngineGenerator:
         if world.decode_steps:
             rollout.is_unreported = True
             reported_at = now + engine.seconds_to_look(world.decode_steps, now) + world.travel_s / 3 + 1e-6
-            simulation.later(reported_at, self.report_turn, key)
+            simulation.schedule(reported_at, self.report_turn, key)
         else:
-            simulation.hear(simulation.generated(self.name, self.version, key, StopReason.STOP))
+            simulation.feed_event(simulation.generated(self.name, self.version, key, StopReason.STOP))
         self.pool.serve_waiting(self)
         if engine.stamp == stamp:  # nobody took the place
             self.foretell_end(i)
@@ -185,9 +185,9 @@ class EngineGenerator:
         "Report a finished turn to the loop."
         simulation = self.simulation
         simulation.rollouts[key].is_unreported = False
-        simulation.hear(simulation.generated(self.name, self.version, key, StopReason.STOP))
+        simulation.feed_event(simulation.generated(self.name, self.version, key, StopReason.STOP))
 
-    def leave_engine(self, key: Key) -> float:
+    def remove_from_engine(self, key: Key) -> float:
         "Take a sequence out of its engine. Returns the work that the engine has done for it."
         i = self.places.pop(key)
         ticket = self.simulation.number, *key
@@ -210,13 +210,13 @@ class EngineGenerator:
                 self.arriving.discard(key)
                 rollout.when_ready = None
             event = simulation.generated(self.name, self.version, key, StopReason.ABORTED)
-            simulation.later(simulation.clock.now, simulation.hear, event)
+            simulation.schedule(simulation.clock.now, simulation.feed_event, event)
         self.pool.serve_waiting(self)
 
     def stop_sequence(self, key: Key, rollout: SimulatedRollout) -> None:
         "Take a sequence out of its engine before its end."
         i = self.places[key]
-        done = written_tokens(self.simulation.world, rollout, self.leave_engine(key))
+        done = written_tokens(self.simulation.world, rollout, self.remove_from_engine(key))
         rollout.written += min(rollout.turn_tokens, done)
         self.foretell_end(i)
 
@@ -265,7 +265,7 @@ class BlockwiseGenerator:
         "Send a message: keys to write (a list), an `Abort`, or a version to load."
         travel = self.simulation.world.travel_s
         if travel:
-            self.simulation.later(self.simulation.clock.now + travel / 3, self.receive, message)
+            self.simulation.schedule(self.simulation.clock.now + travel / 3, self.receive, message)
         else:
             self.receive(message)
 
@@ -298,7 +298,7 @@ class BlockwiseGenerator:
         self.is_busy = bool(results or seconds)
         if self.is_busy:
             end = self.time.start_work(simulation.clock.now, seconds)
-            simulation.later(end, self.finish_steps, tuple(results))
+            simulation.schedule(end, self.finish_steps, tuple(results))
 
     def stop_sequences(self, action: Abort) -> list[Generated]:
         "Stop sequences, and return what they have. Those that have finished are left out."
@@ -360,9 +360,9 @@ class BlockwiseGenerator:
         for event in results:
             event = replace(event, at=now)
             if simulation.world.travel_s:
-                simulation.later(now + simulation.world.travel_s / 3, simulation.hear, event)
+                simulation.schedule(now + simulation.world.travel_s / 3, simulation.feed_event, event)
             else:
-                simulation.hear(event)
+                simulation.feed_event(event)
 
     def abort(self, action: Abort) -> None:
         "Stop sequences. One that waits for a sandbox is not known here; it is reported at once."
@@ -372,7 +372,7 @@ class BlockwiseGenerator:
             if rollout.when_ready:
                 rollout.when_ready = None
                 event = simulation.generated(self.name, self.version, key, StopReason.ABORTED)
-                simulation.later(simulation.clock.now, simulation.hear, event)
+                simulation.schedule(simulation.clock.now, simulation.feed_event, event)
         self.send(action)
 
 # %% ../../nbs/planning/05_simulated_generators.ipynb #simulated-generators-all
@@ -417,7 +417,7 @@ class SimulatedGenerators:
             key = item.rollout, item.attempt
             rollout = simulation.rollout_of(item)
             if needs_sandbox and rollout.turns == 1 and not rollout.has_sandbox:
-                self.environment.with_sandbox(key, partial(generator.generate_ready, key))
+                self.environment.call_with_sandbox(key, partial(generator.generate_ready, key))
             else:
                 keys.append(key)
         generator.generate(keys)

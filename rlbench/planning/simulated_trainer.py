@@ -43,7 +43,7 @@ class BatchFigures:
     tokens: float = 0.0
     latency: float = 0.0
     staleness: float = 0.0
-    oldest: int = 0
+    max_staleness: int = 0
 
 # %% ../../nbs/planning/07_simulated_trainer.ipynb #simulated-trainer-class
 class SimulatedTrainer:
@@ -69,7 +69,7 @@ class SimulatedTrainer:
         self.seconds.wait += self.time.idle_seconds(simulation.clock.now)
         self.seconds.compute += seconds
         end = self.time.start_work(simulation.clock.now, seconds)
-        simulation.later(end, self.finish_batch, Trained(action.actor, action.version, 1, at=end))
+        simulation.schedule(end, self.finish_batch, Trained(action.actor, action.version, 1, at=end))
         self.generators.start_training(end)
 
     def batch_figures(self, groups: Sequence[int]) -> BatchFigures:
@@ -85,13 +85,13 @@ class SimulatedTrainer:
             tokens=sum(rollout.written + prompt_tokens for rollout in rollouts),
             latency=sum(rollout.scored_at - rollout.started_at for rollout in rollouts) / len(rollouts),
             staleness=sum(staleness) / len(staleness),
-            oldest=max(staleness),
+            max_staleness=max(staleness),
         )
 
     def finish_batch(self, event: Trained) -> None:
         "A batch is computed: the generators are alone on the machine again."
         self.generators.slow_engines_down(1.0)
-        self.simulation.hear(event)
+        self.simulation.feed_event(event)
 
     def finish_step(self, version: int, unfinished: float) -> SimulatedStep:
         "The row of a version that has just been made. The seconds of the next version begin."
@@ -108,7 +108,7 @@ class SimulatedTrainer:
             tokens=batch.tokens,
             latency=batch.latency,
             staleness=batch.staleness,
-            oldest=batch.oldest,
+            max_staleness=batch.max_staleness,
             unfinished=unfinished,
             books={fate: tuple(entry) for fate, entry in simulation.state.books.items()},
         )
@@ -120,7 +120,7 @@ class SimulatedTrainer:
         simulation = self.simulation
         self.asked_version = action.version
         end = self.publish(simulation.clock.now)
-        simulation.later(end + simulation.world.travel_s / 3, self.hand_over, action.version)
+        simulation.schedule(end + simulation.world.travel_s / 3, self.hand_over, action.version)
 
     def publish(self, now: float) -> float:
         "Hand weights over as soon as the trainer is free. Returns when that is done."
@@ -161,12 +161,12 @@ class SimulatedTrainer:
         if still_at <= now:
             generator.load_weights(version, loaded_at)
         else:
-            simulation.later(still_at, lambda until: generator.load_weights(version, until), loaded_at)
+            simulation.schedule(still_at, lambda until: generator.load_weights(version, until), loaded_at)
         event = Published(generator.name, version, world.publish_s, at=heard_at)
-        simulation.later(heard_at, simulation.hear, event)
+        simulation.schedule(heard_at, simulation.feed_event, event)
 
     def carry_save(self, action: Save) -> None:
         "The policy is on disk at once."
         simulation = self.simulation
         now = simulation.clock.now
-        simulation.later(now, simulation.hear, Saved(action.version, "", at=now))
+        simulation.schedule(now, simulation.feed_event, Saved(action.version, "", at=now))

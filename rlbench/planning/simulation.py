@@ -12,7 +12,7 @@ __all__ = ['QUANTILE_COUNT', 'LENGTH_TRIES', 'STANDARD_NORMAL', 'NEVER_RUN', 'Ev
 # Owns: the heap of future events, the loop's state, the rollouts under way.
 #
 # What always holds:
-#   * Every event goes through `Simulation.hear`, which hands it to `loop.step` and carries its actions out.
+#   * Every event goes through `Simulation.feed_event`, which hands it to `loop.step` and carries its actions out.
 #   * Random numbers come from one generator, seeded by (seed, number of the run): the same simulation repeats to the
 #     last digit.
 #   * A rollout that is started again has the length that it had before.
@@ -76,22 +76,20 @@ class SimulatedRollout:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A version: when it was made; seconds that the trainer computed, published and waited since the version before;
-    rollouts, their tokens, mean seconds from dispatch to verdict, mean and largest staleness in versions; share
-    unfinished when the batch was full; and the books until then, (attempts, tokens, seconds) by fate."""
+    "A version. Seconds of the trainer count from the version before."
 
     version: int
-    at: float
-    compute: float
-    sync: float
-    wait: float
-    rollouts: int
-    tokens: float
-    latency: float
-    staleness: float
-    oldest: int
-    unfinished: float
-    books: Mapping[str, tuple[float, float, float]]
+    at: float  # second at which it was made
+    compute: float  # seconds in which the trainer computed
+    sync: float  # seconds in which it published
+    wait: float  # seconds in which it waited
+    rollouts: int  # that it trained on
+    tokens: float  # of these rollouts
+    latency: float  # mean seconds from dispatch to verdict
+    staleness: float  # mean, in versions
+    max_staleness: int  # largest staleness, in versions
+    unfinished: float  # share of the rollouts in flight when the batch was full
+    books: Mapping[str, tuple[float, float, float]]  # until then: fate -> attempts, tokens, seconds
 
 # %% ../../nbs/planning/03_simulation.ipynb #simulation-luck
 QUANTILE_COUNT = 4001  # of a distribution of solve rates
@@ -149,13 +147,13 @@ class Simulation:
         self.environment = None  # set by `simulator.new_simulation`, as are the generators
         self.generators = None
 
-    def later(self, when: float, call: Callable, argument: object) -> None:
+    def schedule(self, when: float, call: Callable, argument: object) -> None:
         "Make a call at a time."
         clock = self.clock
         clock.count += 1
         heappush(clock.calls, (when, clock.count, self, call, argument))
 
-    def hear(self, event: object) -> None:
+    def feed_event(self, event: object) -> None:
         "Give an event to the loop and carry its actions out."
         self.heard += 1
         if isinstance(event, Generated):

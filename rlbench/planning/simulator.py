@@ -17,6 +17,7 @@ __all__ = ['SimulatedLedger', 'new_simulation', 'Simulated', 'check_simulation',
 #   * The same configuration, world and seed give the same result to the last digit.
 #
 # A run that fails, or in which nothing can happen any more, raises RuntimeError with the reason.
+# `simulate_together` is for pages and tests; no verb calls it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ class SimulatedLedger:
         simulation = self.simulation
         rollout = simulation.rollouts.pop((row.rollout, row.attempt), None)
         if rollout is not None:
-            self.environment.leave_sandbox(rollout)
+            self.environment.release_sandbox(rollout)
         if row.rollout in simulation.lengths and row.rollout not in simulation.state.rollouts:
             del simulation.lengths[row.rollout]
 
@@ -97,7 +98,7 @@ def new_simulation(
     started += [Started(name, "environment") for name in actor_names("environment", config.environments)]
     started.append(Started("trainer", "trainer"))
     for event in started:
-        simulation.later(0.0, simulation.hear, event)
+        simulation.schedule(0.0, simulation.feed_event, event)
     return simulation
 
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-result
@@ -131,7 +132,7 @@ def check_simulation(simulation: Simulation) -> None:
         if each is not simulation.steps[0]:
             tolerance = 1e-6 * each.at + simulation.world.publish_s
             assert abs(each.at - before_at - seconds) < tolerance, (before_at, each)
-        assert each.oldest <= simulation.config.staleness, f"older than the staleness bound: {each}"
+        assert each.max_staleness <= simulation.config.staleness, f"older than the staleness bound: {each}"
         before_at = each.at
 
 
@@ -195,7 +196,7 @@ def simulate(
     return result_of(simulation)
 
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-simulate-2
-def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed: int = 0) -> list[Simulated]:
+def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int) -> list[Simulated]:
     """Simulate several runs on the generator of the first: its engines, its decode curve, its cache. Its engines
     never stand still: the runs publish adapters. Ends when every run has made `until` versions."""
     clock = EventHeap()
@@ -204,7 +205,7 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
     tenants = []
     for number, (config, world) in enumerate(runs):
         shared = replace(world, engines=first.engines, decode=first.decode, cache_tokens=first.cache_tokens)
-        tenants.append(new_simulation(config, shared, seed, clock=clock, pool=pool, number=number))
+        tenants.append(new_simulation(config, shared, clock=clock, pool=pool, number=number))
 
     def is_done(tenant: Simulation) -> bool:
         return tenant.state.version >= until or tenant.state.phase in FINISHED
@@ -225,21 +226,19 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
 # %% ../../nbs/planning/08_simulator.ipynb #simulator-summary
 @dataclass(frozen=True)
 class Summary:
-    """Figures over several versions: rollouts trained a second, seconds of a batch, shares of the trainer's time, mean
-    and largest staleness in versions, seconds of a rollout, share unfinished when a batch was full, tokens of a
-    trained rollout, and the share of the attempts that ended in training."""
+    "Figures over several versions."
 
-    rate: float
-    step: float
-    compute: float
-    sync: float
-    wait: float
-    staleness: float
-    oldest: int
-    latency: float
-    unfinished: float
-    tokens: float
-    accepted: float
+    rate: float  # rollouts trained a second
+    step: float  # seconds of a batch
+    compute: float  # share of the trainer's time
+    sync: float  # share of the trainer's time
+    wait: float  # share of the trainer's time
+    staleness: float  # mean, in versions
+    max_staleness: int  # largest staleness, in versions
+    latency: float  # seconds of a rollout
+    unfinished: float  # share of the rollouts in flight when a batch was full
+    tokens: float  # of a trained rollout
+    accepted: float  # share of the attempts that ended in training
 
 
 def books_since(steps: Sequence[SimulatedStep], skip: int = 0) -> dict[str, tuple[float, float, float]]:
@@ -274,7 +273,7 @@ def summarize_steps(steps: Sequence[SimulatedStep], skip: int = 0) -> Summary:
         sync=sync / seconds,
         wait=wait / seconds,
         staleness=sum(each.staleness * each.rollouts for each in kept) / rollouts,
-        oldest=max(each.oldest for each in kept),
+        max_staleness=max(each.max_staleness for each in kept),
         latency=sum(each.latency * each.rollouts for each in kept) / rollouts,
         unfinished=sum(each.unfinished for each in kept) / len(kept),
         tokens=sum(each.tokens for each in kept) / rollouts,

@@ -19,7 +19,6 @@ __all__ = ['EMPTY', 'OBJECTIVE_FIELDS', 'TRAINED_COLUMNS', 'CardRollout', 'Logge
 # It refuses: rollouts of evaluations, rollouts without a token, ids that the run does not have, and rollouts of other
 # systems' runs that lack what a loss needs.
 # It evaluates no loss; `loss_terms` does.
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -34,6 +33,7 @@ from ..records import Rollout
 from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest, read_manifest, read_weights
 from ..runtime.checkpoints import kept_in
 from ..runtime.run_reader import RunReader, reader_of
+from ..runtime.setting_history import changes_in_force
 from ..runtime.torch_generator import load_run_policy
 from rlbench.views.stored_rows import (
     ROLLOUT_COLUMNS,
@@ -137,45 +137,9 @@ OBJECTIVE_FIELDS = (
 def settings_at(folder: str | Path | RunReader, version: int) -> RunConfig:
     "The configuration with which the batch that made `version` was trained, as far as its objective goes."
     reader = reader_of(folder)
-    changes: dict[str, object] = {}
+    start = reader.config.model_dump()
     commands = reader.columns("commands", ("knob", "value", "over", "status", "version"))
-    for command in commands.iter_rows(named=True):
-        if not _was_in_force(command, version):
-            continue
-        knob = command["knob"]
-        before = changes.get(knob, _setting(reader.config, knob))
-        inside_knob = [each for each in changes if each.partition(".")[0] == knob]
-        for each in inside_knob:  # a whole field replaces what was set of it
-            del changes[each]
-        changes[knob] = _ramped_value(command, before, version)
-    return reader.with_changes(changes)
-
-
-def _was_in_force(command: Mapping, version: int) -> bool:
-    "True if a command changed the objective of the batch that made a version."
-    head = command["knob"].partition(".")[0]
-    is_earlier = (command["version"] or 0) < version
-    was_applied = command["status"] == "applied"
-    return is_earlier and was_applied and head in OBJECTIVE_FIELDS
-
-
-def _ramped_value(command: Mapping, before: object, version: int) -> object:
-    "The value of a knob for the batch that made a version: on its way from `before` while a ramp lasts."
-    value = json.loads(command["value"])
-    can_ramp = isinstance(value, (int, float)) and isinstance(before, (int, float))
-    if not command["over"] or not can_ramp:
-        return value
-    trained = version - 1 - (command["version"] or 0)
-    return before + (value - before) * min(1.0, trained / command["over"])
-
-
-def _setting(config: RunConfig, knob: str) -> object:
-    "The value of a field, or of a knob in its table, at the start of the run."
-    head, _, rest = knob.partition(".")
-    value = getattr(config, head)
-    if rest and isinstance(value, Mapping):
-        return value.get(rest)
-    return value
+    return reader.with_changes(changes_in_force(start, commands, version - 1, OBJECTIVE_FIELDS))
 
 # %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-rollouts
 TRAINED_COLUMNS = ("advantage", "advantages", "start_logprobs", "step_logprobs", "reference")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..base.refusals import refuses_in_one_line
 from ..base.runs_folder import shown_path
 from ..foreign.opening import open_folder, opened_table, refresh
-from ..foreign.registry import FoundRun, find_foreign_runs, found_again
+from ..foreign.registry import FoundRun, find_foreign_runs, found_run_of_json
 from ..foreign.source import ForeignSource, read_source
 from .handle import Run
 
@@ -56,7 +56,7 @@ class OpenedRun(Run):
     @property
     def found(self) -> FoundRun:
         "Where the system's files lie."
-        return found_again(self.source.found)
+        return found_run_of_json(self.source.found)
 
     def look(self) -> bool:
         "Take what is new in the system's files; True if there was anything. Every table does so by itself."

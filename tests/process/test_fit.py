@@ -337,7 +337,7 @@ def test_stated_costs_are_told_apart_where_the_work_differs():
     ) and varied.error == 0.0
     full = stated_curve(worked([8] * 6), 2)
     assert full.base.value == pytest.approx(0.01 + 8 * 0.0002) and full.prefill == pytest.approx(0.001)
-    assert full.each.source == "assumed" and full.error == 0.4 and full.beside == 8
+    assert full.each.source == "assumed" and full.error == 0.4 and full.sequences_at_work == 8
     noisy = worked([8, 9, 8, 7, 8, 6]).with_columns(
         pl.col("generator_compute") * pl.Series([1.0, 1.01, 0.99, 1.0, 1.02, 1.0])
     )

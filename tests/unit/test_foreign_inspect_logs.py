@@ -12,7 +12,7 @@ import rlbench as rl
 from rlbench.foreign.opening import opened_table
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source import read_source
-from rlbench.foreign.source_files import ZipMembers
+from rlbench.foreign.source_files import ForeignError, ZipMembers
 
 
 @pytest.fixture
@@ -30,6 +30,17 @@ def rewrite(path: Path, edit) -> None:
         for name, content in members.items():
             if content is not None:
                 file.writestr(name, content)
+
+
+def test_a_member_without_its_local_header(tmp_path: Path) -> None:
+    "The error names the file, the member and the remedy."
+    path = tmp_path / "log.eval"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", "{}")
+    archive = ZipMembers(path)
+    path.write_bytes(b"gone" + path.read_bytes()[4:])
+    with pytest.raises(ForeignError, match="log.eval: damaged .member 'header.json': .*; copy it again"):
+        archive.read("header.json")
 
 
 @pytest.mark.parametrize("name", ["sums.eval", "sums.json"])

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from rlbench.foreign.opening import cached_folder, opened_table, read_rest, refresh
-from rlbench.foreign.registry import find_foreign_runs, found_again
+from rlbench.foreign.registry import find_foreign_runs, found_run_of_json
 from rlbench.foreign.source import read_source
 from rlbench.foreign.source_files import ForeignError
 
@@ -73,7 +73,7 @@ def test_mapping(place: Path) -> None:
     assert opened_table(folder, "groups")["size"].to_list() == [2] * 4
     source = read_source(folder)
     assert any("same prompt" in guess for guess in source.guesses) and not source.has("tokens")
-    assert found_again(source.found).columns == MAPPING
+    assert found_run_of_json(source.found).columns == MAPPING
 
 
 def test_other_mapping_has_another_folder(place: Path) -> None:

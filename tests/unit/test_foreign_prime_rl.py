@@ -237,7 +237,7 @@ def test_a_first_look_takes_the_same_parts_of_each_stream(copy, monkeypatch):
     assert len(pieces) < 30 and "metrics.jsonl" in [piece.file.path.name for piece in chosen]
     steps: dict[str, set[str]] = {"all": set(), "effective": set()}
     for piece in chosen:
-        for file in (*piece.before, piece.file):
+        for file in (*piece.small_files, piece.file):
             if "train" in file.path.parts:
                 steps[file.path.parts[-2]].add(file.path.parts[-4])
     assert "step_43" in steps["all"] & steps["effective"]

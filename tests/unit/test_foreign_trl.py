@@ -11,6 +11,8 @@ import rlbench as rl
 from rlbench.foreign.opening import cached_folder, opened_table, refresh
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source import read_source
+from rlbench.foreign.trl import TRL
+from rlbench.views.export_tables import TRL_FIGURES
 
 
 @pytest.fixture
@@ -32,6 +34,10 @@ def part(rollouts: pl.DataFrame, name: str) -> pl.DataFrame:
     "By step: the mean of a part of the reward."
     parts = rollouts.explode("part_names", "part_values").filter(pl.col("part_names") == name)
     return parts.group_by("step", maintain_order=True).agg(pl.col("part_values").mean())
+
+
+def test_names_that_are_read_are_those_that_an_export_writes() -> None:
+    assert {ours: TRL.metrics[ours][0] for ours in TRL_FIGURES} == TRL_FIGURES
 
 
 def test_messages(runs: Path) -> None:

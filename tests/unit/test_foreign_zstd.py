@@ -34,7 +34,7 @@ def test_each_line_is_read_in_one_part(tmp_path, frame_bytes, checksums):
     path = tmp_path / "00000.jsonl.zst"
     write_seekable(path, frame_bytes, checksums)
     frames = packed_frames(path)
-    assert sum(frame.plain for frame in frames) == sum(map(len, LINES)) and list(zstd_lines(path)) == LINES
+    assert sum(frame.unpacked_bytes for frame in frames) == sum(map(len, LINES)) and list(zstd_lines(path)) == LINES
     parts = [list(zstd_lines(path, frame.start, frame.start + frame.size)) for frame in frames]
     assert [line for part in parts for line in part] == LINES
 
@@ -48,7 +48,7 @@ def test_pieces_of_a_packed_file(tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "BATCH_ROWS", 4)
     path = tmp_path / "00000.jsonl.zst"
     write_seekable(path, 100)
-    pieces = opening.cut_pieces([LinesFile(path, read_number, packed=True)])
+    pieces = opening.cut_pieces([LinesFile(path, read_number, is_zstd=True)])
     assert len(pieces) > 3 and sum(piece.size for piece in pieces) == sum(map(len, LINES))
     values = [
         value for piece in pieces for value in opening.read_piece(piece)[0].get("metrics", {"value": []})["value"]
@@ -60,7 +60,7 @@ def test_a_file_without_a_table_of_frames_is_one_piece(tmp_path):
     path = tmp_path / "00000.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(b"".join(LINES)))
     assert packed_frames(path) == [] and list(zstd_lines(path)) == LINES
-    (piece,) = opening.cut_pieces([LinesFile(path, read_number, packed=True)])
+    (piece,) = opening.cut_pieces([LinesFile(path, read_number, is_zstd=True)])
     assert len(opening.read_piece(piece)[0]["metrics"]) == 60
 
 

@@ -20,9 +20,9 @@ from rlbench.planning.plan_choices import (
 from rlbench.planning.plan_cycle import calibrate_plan
 from rlbench.planning.plan_drift import forecast_change
 from rlbench.planning.plan_memory import memory_of
-from rlbench.planning.plan_pace import plan_warnings, rollout_limits, settle_pace
+from rlbench.planning.plan_pace import pace_and_binding_limit, plan_warnings, rollout_limits
 from rlbench.planning.plan_parts import value_at_version
-from rlbench.planning.plan_sheets import best_words, plan_facts
+from rlbench.planning.plan_sheets import best_words, forecast_facts, plan_facts
 from rlbench.planning.planfile import load_plan, plan_names, with_value
 from rlbench.planning.planner import override_plan, plan_run
 
@@ -147,7 +147,7 @@ def test_a_plan_holds_together(name):
     f = found.formed
     assert (
         abs(f.compute + f.sync + f.wait - 1) < 1e-6
-        and 0 <= f.thrown < 1
+        and 0 <= f.discarded < 1
         and 0.99 < sum(share for _, share in f.fates) <= 1 + 1e-9
     )
     assert (
@@ -159,6 +159,13 @@ def test_a_plan_holds_together(name):
     assert (
         max(len(line) for line in str(found).splitlines() if not line.startswith("!") and "  " in line) <= 80
     )  # tables; sentences are wrapped
+
+
+def test_a_forecast_as_data_keeps_its_keys():
+    "Fields of a record may get other names; the keys that `rlbench plan --json` prints stay."
+    facts = forecast_facts(forecast_form(load_plan("prime-qwen3-235b")))
+    assert {"rate", "oldest", "thrown", "thrown_tokens", "beside", "wall", "fates"} <= facts.keys()
+    assert not {"max_staleness", "discarded", "discarded_tokens", "wall_with_other"} & facts.keys()
 
 
 def test_the_published_plans_close():
@@ -253,7 +260,7 @@ def test_the_best_split_keeps_the_target_and_is_the_cheapest():
     assert all(
         choice.forecast.staleness <= target_of(file) + 1e-6
         and choice.writing + choice.training == 256
-        and choice.dearer >= 0
+        and choice.extra_cost >= 0
         for choice in found
     )
     assert top.forecast.wall == min(choice.forecast.wall for choice in found) and 192 <= top.writing <= 208
@@ -275,10 +282,10 @@ def test_settings_and_ranges_say_what_they_cost():
     assert (
         {swing.place for swing in swings} == set(file.ranges)
         and swings[0].place == "run.concurrency"
-        and all(swing.told for swing in swings)
+        and all(swing.is_given for swing in swings)
     )
     assert [swing.moves for swing in swings] == sorted((swing.moves for swing in swings), reverse=True)
-    assert not any(swing.told for swing in input_swings(load_plan(SMALL)))
+    assert not any(swing.is_given for swing in input_swings(load_plan(SMALL)))
 
 
 def test_a_fitted_plan_says_the_same_without_its_measurement():
@@ -287,7 +294,7 @@ def test_a_fitted_plan_says_the_same_without_its_measurement():
         again = forecast_form(calibrate_plan(file))
         assert (
             again.rate == pytest.approx(forecast_form(file).rate, rel=0.02)
-            and settle_pace(calibrate_plan(file), memory_of(file))[0].fitted is False
+            and pace_and_binding_limit(calibrate_plan(file), memory_of(file))[0].fitted is False
         )
 
 

@@ -8,30 +8,29 @@ import pytest
 from rlbench.planning.queueing import (
     barrier_seconds,
     beta_moment,
-    beta_of,
+    count_waves,
     cut_off,
     dispatch_rate,
     drop_oldest_form,
     drop_share,
     dropped_latency_of,
     first_batch_seconds,
+    fit_beta,
+    fit_sync_s,
     group_shares,
     hit_share,
     hold_form,
     last_ready_seconds,
-    latency_of,
     latency_quantile,
+    mean_latency_s,
+    mean_staleness_form,
     oldest_of,
     paused_rate,
-    rate_of,
-    running_of,
-    running_with_drops,
-    staleness_of,
-    sync_of,
+    rollouts_in_flight,
+    rollouts_per_second,
     tail_factor,
     trainer_shares,
     unfinished_at_fill,
-    waves_of,
 )
 
 
@@ -40,8 +39,10 @@ def lognormal(chance: random.Random, mean: float, sigma: float) -> float:
 
 
 def test_little_in_three_directions():
-    assert running_of(1.95, 604) == pytest.approx(1178, abs=1) and running_of(1.95, 576) == pytest.approx(1123, abs=1)
-    assert latency_of(running_of(2, 300), 2) == 300 and rate_of(600, 300) == 2
+    assert rollouts_in_flight(1.95, 604) == pytest.approx(1178, abs=1) and rollouts_in_flight(
+        1.95, 576
+    ) == pytest.approx(1123, abs=1)
+    assert mean_latency_s(rollouts_in_flight(2, 300), 2) == 300 and rollouts_per_second(600, 300) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,13 @@ def test_shares_of_a_step(rate, compute, sync, step, wait, ratio):
 
 def test_fits_undo_their_forms():
     told = trainer_shares(512, 0.6, 171.3, 50)
-    assert sync_of(told.wait, told.ratio, 171.3) == pytest.approx(50)
+    assert fit_sync_s(told.wait, told.ratio, 171.3) == pytest.approx(50)
     for mean in (0.3, 0.8):
-        shape = beta_of(mean, 0.25, 8)
+        shape = fit_beta(mean, 0.25, 8)
         assert shape[0] / sum(shape) == pytest.approx(mean) and group_shares(shape, 8).all_pass == pytest.approx(0.25)
     lives = dropped_latency_of(1536, 1.95, 604, 0.6)
-    assert lives == pytest.approx(122, abs=1) and running_with_drops(1.95, 604, 0.6, lives) == pytest.approx(1536)
+    assert lives == pytest.approx(122, abs=1)
+    assert 1.95 * 604 + 0.6 * dispatch_rate(1.95, 0.6) * lives == pytest.approx(1536)
     assert dispatch_rate(1.95, 0.6) == pytest.approx(4.88, abs=0.01)
 
 
@@ -103,18 +105,18 @@ def test_tail_factor_of_many_and_of_wide_ones():
 
 
 def test_staleness_by_discipline():
-    assert staleness_of(0.5, 120, 120) == staleness_of(0.5, 120, 120, 2, "drop_oldest") == 1.5, (
+    assert mean_staleness_form(0.5, 120, 120) == mean_staleness_form(0.5, 120, 120, 2, "drop_oldest") == 1.5, (
         "below 1 nothing is held and nothing is pushed out"
     )
-    assert staleness_of(1.5, 120, 120, 2) == hold_form(120, 120, 2) == 3
+    assert mean_staleness_form(1.5, 120, 120, 2) == hold_form(120, 120, 2) == 3
     assert (
-        staleness_of(1.5, 120, 120, 2, "drop_oldest")
+        mean_staleness_form(1.5, 120, 120, 2, "drop_oldest")
         == drop_oldest_form(1.5, 120, 120, 2)
         == pytest.approx(120 / 180 + 4.5 / 3)
     )
-    assert staleness_of(0.709, 1178, 512, group=16, sigma=0.3) == pytest.approx(4.5, abs=0.05)
-    assert staleness_of(0.2, 1536, 512, group=16, sigma=0.4, acceptance=0.45) == pytest.approx(2.79, abs=0.02)
-    assert staleness_of(1.5, 240, 120, 1, acceptance=0.5) == staleness_of(1.5, 120, 120, 1), (
+    assert mean_staleness_form(0.709, 1178, 512, group=16, sigma=0.3) == pytest.approx(4.5, abs=0.05)
+    assert mean_staleness_form(0.2, 1536, 512, group=16, sigma=0.4, acceptance=0.45) == pytest.approx(2.79, abs=0.02)
+    assert mean_staleness_form(1.5, 240, 120, 1, acceptance=0.5) == mean_staleness_form(1.5, 120, 120, 1), (
         "held: half of what is in flight never reaches the trainer"
     )
 
@@ -185,10 +187,10 @@ def test_quota_and_stragglers():
         and last_ready_seconds(960, 96, 400, 10) == 9 * 410 + 10
     )
     assert last_ready_seconds(960, 0, 400) == 0 and (
-        waves_of(960, 96),
-        waves_of(961, 96),
-        waves_of(5, 0),
-        waves_of(0, 0),
+        count_waves(960, 96),
+        count_waves(961, 96),
+        count_waves(5, 0),
+        count_waves(0, 0),
     ) == (10, 11, 1, 0)
     assert hit_share(0.001, 96) == pytest.approx(0.09, abs=0.01) and hit_share(0.001, 960) == pytest.approx(
         0.62, abs=0.01
@@ -208,26 +210,26 @@ def test_paused_generators():
 @pytest.mark.parametrize(
     "call,told",
     [
-        (lambda: rate_of(-1, 604), "running: -1; give a number above 0"),
-        (lambda: running_of(1.95, 0), "latency: 0; give a number above 0"),
-        (lambda: running_of(inf, 1), "rate: inf; give a number above 0"),
+        (lambda: rollouts_per_second(-1, 604), "running: -1; give a number above 0"),
+        (lambda: rollouts_in_flight(1.95, 0), "latency: 0; give a number above 0"),
+        (lambda: rollouts_in_flight(inf, 1), "rate: inf; give a number above 0"),
         (lambda: trainer_shares(512, 0, 186), "rate: 0; give a number above 0"),
         (lambda: trainer_shares(512, 1, 186, -3), "sync: -3; give a number from 0 up"),
         (lambda: tail_factor(0, 0.3), "group: 0; give at least one"),
         (lambda: tail_factor(8, -0.3), "sigma: -0.3; give a number from 0 up"),
         (lambda: latency_quantile(1, 604, 0.3), "part: 1; give a share between 0 and 1"),
-        (lambda: staleness_of(1, 100, 100, backlog="drop"), "backlog: unknown name 'drop'"),
-        (lambda: staleness_of(1, 100, 100, acceptance=0), "acceptance: 0; give a number above 0"),
-        (lambda: staleness_of(1, 100, 100, acceptance=1.2), "acceptance: 1.2; give a share from 0 to 1"),
+        (lambda: mean_staleness_form(1, 100, 100, backlog="drop"), "backlog: unknown name 'drop'"),
+        (lambda: mean_staleness_form(1, 100, 100, acceptance=0), "acceptance: 0; give a number above 0"),
+        (lambda: mean_staleness_form(1, 100, 100, acceptance=1.2), "acceptance: 1.2; give a share from 0 to 1"),
         (lambda: cut_off(0.9, 604, 0.3), "over: 0.9; start at least as many"),
         (lambda: dispatch_rate(1, 1), "dropped: 1; give a share from 0 to below 1"),
         (lambda: dropped_latency_of(1000, 1.95, 604, 0.6), "running: 1000; what arrives alone keeps 1178"),
         (lambda: group_shares(-0.1, 8), "solve: -0.1; give a share from 0 to 1"),
         (lambda: group_shares((0, 1), 8), "a: 0; give a number above 0"),
-        (lambda: beta_of(0.5, 0.9, 8), "all_pass: 0.9; with a mean of 0.5 it lies between"),
-        (lambda: sync_of(0.9, 5, 100), "wait: 0.9; with a ratio of 5 computing takes 20.0%"),
+        (lambda: fit_beta(0.5, 0.9, 8), "all_pass: 0.9; with a mean of 0.5 it lies between"),
+        (lambda: fit_sync_s(0.9, 5, 100), "wait: 0.9; with a ratio of 5 computing takes 20.0%"),
         (lambda: hit_share(2, 8), "chance: 2; give a share from 0 to 1"),
-        (lambda: waves_of(8, -1), "quota: -1; give a number from 0 up"),
+        (lambda: count_waves(8, -1), "quota: -1; give a number from 0 up"),
         (lambda: paused_rate(1, 8, 1, 0), "published: 0; give a number above 0"),
     ],
 )
