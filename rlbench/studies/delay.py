@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CAP', 'DELAYS', 'delay_arms', 'DelaySizes', 'copy_weights', 'set_weights', 'weights_digest', 'with_logprobs',
-           'by_trainer', 'Delayed', 'mean_metric', 'check_delay', 'train_delayed', 'DelayBench', 'bench_delay']
+           'with_trainer_logprobs', 'Delayed', 'mean_metric', 'check_delay', 'train_delayed', 'DelayBench',
+           'bench_delay']
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-imports
 # Training on data that is exactly so many versions old.
@@ -64,7 +65,7 @@ class DelaySizes:
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-sampler
 def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    "A copy of the weights."
+    "A copy of the tensors that training moves."
     tensors = moving_weights(policy.model)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -94,7 +95,7 @@ def with_logprobs(group: Group, logprobs: Mapping[int, np.ndarray]) -> Group:
     return replace(group, rollouts=tuple(rollouts))
 
 
-def by_trainer(
+def with_trainer_logprobs(
     trainer: Trainer, policy: Policy, groups: Sequence[Group], sampler: Mapping[str, torch.Tensor]
 ) -> list[Group]:
     "The groups with the log-probabilities that the trainer's own forward pass gives them under the sampler's weights."
@@ -167,7 +168,7 @@ def train_delayed(arm: str, delay: int, seed: int, sizes: DelaySizes = DelaySize
         informative = [group for group in groups if 0 < sum(group.rewards) < sizes.group]
         if not informative:
             return groups, []
-        return groups, by_trainer(trainer, policy, informative, weights)
+        return groups, with_trainer_logprobs(trainer, policy, informative, weights)
 
     for version in train_versions(trainer, generator, sizes.updates, lambda: shelf[0], write_batch):
         finished.append(version)

@@ -44,12 +44,12 @@ COMPARED = ("rloo", "grpo", "maxrl", "pass_k")
 GROUP = 16
 
 
-def task_weight(advantage: Callable, p: float, group: int = GROUP) -> float:
+def task_weight(advantage: Callable, p: float) -> float:
     "The expected push of a group on its task's logit, over that of the plain gradient of the solve rate `p`."
     total = 0.0
-    for right in range(group + 1):
-        chance = math.comb(group, right) * p**right * (1 - p) ** (group - right)
-        rewards_R = np.array([1.0] * right + [0.0] * (group - right))
+    for right in range(GROUP + 1):
+        chance = math.comb(GROUP, right) * p**right * (1 - p) ** (GROUP - right)
+        rewards_R = np.array([1.0] * right + [0.0] * (GROUP - right))
         total += chance * float(np.mean(advantage(rewards_R) * (rewards_R - p)))
     return total / (p * (1 - p))
 

@@ -414,7 +414,7 @@ class Browser:
         if self.loss is None:
             self.loss = LossView(self.folder)
             self.parts.loss.children = [self.loss.box]
-        self.loss.offer(*self.parts.found.value)
+        self.loss.show_rollout_or_reason(*self.parts.found.value)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
