@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from ..bench.harness import check_arms
 from ..environments.tasks import arithmetic
 from rlbench.studies.policy_runs import (
     PolicySetup,
@@ -83,9 +84,11 @@ def objective_setups() -> dict[str, PolicySetup]:
 
 
 def run_objective(arm: str, seed: int) -> StudyRun:
-    "One training, and pass@k of the policy that comes out, whole and by level."
+    "One training, and pass@k of the policy that comes out, whole and by level. ValueError for an unknown arm."
+    setups = objective_setups()
+    check_arms("arm", [arm], setups)
     began = time.monotonic()
-    policy, curves = train_policy(objective_setups()[arm], seed)
+    policy, curves = train_policy(setups[arm], seed)
     tasks = arithmetic(split="held_out", count=ASKED, seed=7, **WIDE)
     groups = judged_answers(policy, tasks, TRIES, 10**6 + seed)
     solved_N = solved_counts(groups)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..bench.harness import check_arms
 from .study_recipe import StudyRecipe, StudyRun, StudyRuns
 from .study_record import ClaimSource, StudyRecord, claim_test, exact_test, rounded_number
 
@@ -146,7 +147,8 @@ def signed_training(arm: SignArm, seed: int) -> tuple[int, np.ndarray]:
 
 
 def signed_run(arm: str, seed: int) -> StudyRun:
-    "One sampled run of an arm: batches until the level, and pass@k and entropies there."
+    "One sampled run of an arm: batches until the level, and pass@k and entropies there. ValueError for an unknown arm."
+    check_arms("arm", [arm], SIGN_ARMS)
     began = time.monotonic()
     updates, logits_TA = signed_training(SIGN_ARMS[arm], seed)
     numbers = {"updates": float(updates), **measure_tables(logits_TA)}
