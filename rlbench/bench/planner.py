@@ -189,25 +189,23 @@ def error_of_mean(errors: Sequence[Figures]) -> Figures:
 
 @dataclass(frozen=True)
 class MoveRow:
-    """A move: what was predicted by simulation (with its 90 % range) and by formula, what was measured and its standard
-    errors; predicted less measured as share of the time, share of the rate, versions.
-    `versions`: measured over so many; `turns`: of each turn, those three errors."""
+    "A move of knobs: what the planner predicted of it, and what was measured."
 
     regime: str
     move: str
     knobs: dict
-    predicted: Figures
-    low: Figures
-    high: Figures
-    formula: Figures
+    predicted: Figures  # by simulation
+    low: Figures  # where 90 % of the simulated results begin
+    high: Figures  # and where they end
+    formula: Figures  # predicted by formula
     measured: Figures
-    error: Figures
-    versions: int
-    wait_error: float
-    rate_error: float
-    staleness_error: float
+    error: Figures  # standard errors of `measured`
+    versions: int  # measured over so many
+    wait_error: float  # predicted less measured, share of the time
+    rate_error: float  # the same, share of the rate
+    staleness_error: float  # the same, versions
     inside: bool
-    turns: tuple[tuple[float, float, float], ...]
+    turns: tuple[tuple[float, float, float], ...]  # the three errors of each turn
     kind: str = "move"  # rows of another kind are not counted
 
     def __str__(self) -> str:

@@ -51,17 +51,16 @@ def delay_arms() -> dict[str, Objective]:
 
 @dataclass(frozen=True)
 class DelaySizes:
-    """Of one run: versions, tasks of a batch, responses to each, optimizer steps of a batch, held-out tasks of an
-    evaluation, versions between two evaluations."""
+    "The sizes of one run."
 
-    updates: int = 20
-    tasks: int = 8
-    group: int = 8
-    steps: int = 4
+    updates: int = 20  # versions
+    tasks: int = 8  # of a batch
+    group: int = 8  # responses to a task
+    steps: int = 4  # optimizer steps of a batch
     learning_rate: float = 3e-4
-    exam: int = 256
-    every: int = 20
-    max_tokens: int = 64
+    exam: int = 256  # held-out tasks of an evaluation
+    every: int = 20  # versions between two evaluations
+    max_tokens: int = 64  # of a response
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-sampler
 def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:

@@ -372,7 +372,7 @@ def _run_frame(run: ComparedRun) -> "pl.DataFrame":
     both = trained.join(examined, on="version", how="full", coalesce=True).sort("version")
     both = both.with_columns(
         pl.coalesce("minutes", "exam_minutes").alias("minutes"),
-        pl.Series("tokens", tokens_until(run.whole, numeric_column(both, "version"))),
+        pl.Series("tokens", tokens_until(run.whole.steps, numeric_column(both, "version"))),
         pl.lit(run.name).alias("run"),
     )
     return both.select(FRAME_COLUMNS)

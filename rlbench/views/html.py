@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LINE_BREAK', 'UNKNOWN', 'TABLE', 'ERROR', 'fill_template', 'compile_template', 'escape_text', 'join_html',
-           'chart_html', 'format_value', 'format_duration', 'format_clock', 'html_table', 'error_html', 'set_html',
-           'show_errors', 'import_widgets']
+           'chart_html', 'format_value', 'format_duration', 'short_duration', 'format_clock', 'html_table',
+           'error_html', 'set_html', 'show_errors', 'import_widgets']
 
 # %% ../../nbs/views/00_html.ipynb #html-imports
 # HTML of the views.
@@ -109,6 +109,17 @@ def format_duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def short_duration(seconds: float | None) -> str:
+    "As `format_duration`, with one unit below an hour: 0.4 s, 30 s, 3 min, 2 h 5 min."
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if 10 <= seconds < 60:
+        return f"{seconds:.0f} s"
+    if 60 <= seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return format_duration(seconds)
 
 
 def format_clock(seconds: float | None) -> str:

@@ -123,7 +123,7 @@ FACT_FIGURES = {
     "serving": "serving",
     "publishing": "publishing",
     "queue": "queue",
-    "room": "room",
+    "room": "allowed_groups",
     "batch": "batch",
     "filtered": "unusable",
     "dropped": "stale",
