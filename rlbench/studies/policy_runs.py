@@ -37,7 +37,7 @@ from ..models.model import Policy, load_policy
 from ..objective.objective import make_objective
 from ..records import Group, Task, stream_key, uniform_numbers
 from ..runtime.metrics import pass_at_k
-from .delay import copy_weights
+from .delay import TrainingSizes, copy_weights
 from .study import renumber_groups, rounded_or_none
 from .study_recipe import StudyRuns
 from .study_record import ClaimTest, claim_test
@@ -48,19 +48,13 @@ from ..training.weight_transport import served_weights
 
 # %% ../../nbs/studies/20_policy_runs.ipynb #policy-runs-setup
 @dataclass(frozen=True)
-class PolicySetup:
+class PolicySetup(TrainingSizes):
     """How a policy is trained. `flips`: share of the judgements that are turned round; at 0.5 the reward is a coin.
     `rank` 0: all weights are trained, else adapters of this rank on `targets`. `draw` changes the random numbers
     alone; `pool` are knobs of the task set `arithmetic`."""
 
     objective: Mapping[str, object] = field(default_factory=dict)  # arguments of `make_objective`
     flips: float = 0.0
-    group: int = 8
-    tasks: int = 8  # of a batch
-    steps: int = 4  # optimizer steps of a batch
-    learning_rate: float = 3e-4
-    updates: int = 20  # versions
-    max_tokens: int = 64
     rank: int = 0
     alpha: float = 32.0  # the adapters' product is multiplied by alpha / rank
     targets: str | tuple[str, ...] = ALL

@@ -46,7 +46,7 @@ from ..models.model import load_policy
 from ..objective.objective import Objective, make_objective
 from ..objective.shaping import SHAPINGS, facts_of, shape_rewards
 from ..records import Group, StopReason
-from .delay import copy_weights, mean_metric, with_trainer_logprobs
+from .delay import TrainingSizes, copy_weights, mean_metric, with_trainer_logprobs
 from .study_record import rounded_number
 from ..training.one_page import mean_solve_rate, train_versions, write_groups
 from ..training.trainer import Trainer, TrainerConfig
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/studies/03_study.ipynb #study-setup
 @dataclass(frozen=True)
-class Setup:
+class Setup(TrainingSizes):
     """An arm: what is minimised, what writes, what is kept, and how much of everything. `draw` changes the random
     numbers alone."""
 
@@ -67,13 +67,7 @@ class Setup:
     shaping: object = "none"
     refill: bool = False  # write on until the batch has `tasks` groups with an advantage
     bits: int = 23  # of the mantissa of the sampler's weights
-    group: int = 8
-    tasks: int = 8  # of a batch
-    steps: int = 4  # optimizer steps of a batch
-    learning_rate: float = 3e-4
-    updates: int = 20  # versions
-    tokens: int = 0  # or end with the version that reaches so many response tokens
-    max_tokens: int = 64
+    tokens: int = 0  # 0: all `updates`; else the run ends with the version that reaches so many response tokens
     exam: int = 256  # held-out tasks of an evaluation
     draw: int = 0
 

@@ -96,7 +96,7 @@ LIMIT_SENTENCES = {
     ),
     "generator": "The generator limits this run",
     "trainer": "The trainer limits this run",
-    "drops": "The trainer limits this run, and what the generator is ahead is thrown away",
+    "drops": "The trainer limits this run, and rollouts that the generator wrote ahead are discarded",
     "nothing": "Nothing limits this run: generator and trainer both work",
     "synchronous": (
         "This run is synchronous: a wave is written, then trained, and each side waits for the other by design"
