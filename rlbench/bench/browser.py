@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,10 +104,15 @@ def write_lab_settings(state: Path) -> dict[str, str]:
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-lab
 class Lab:
-    """A JupyterLab server on `folder/nbs`, and a Chromium. Raises ValueError for what is missing, RuntimeError if
-    the server ends."""
+    """A JupyterLab server on `folder/nbs`, and a Chromium. `command(arguments)`: how it is started. Raises
+    ValueError for what is missing, RuntimeError if the server ends."""
 
-    def __init__(self, folder: Path):
+    def __init__(
+        self,
+        folder: Path,
+        command: Callable[[list[str]], Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
         chromium = find_chromium()
         self.folder = folder
         self.notebooks = folder / "nbs"
@@ -115,10 +120,11 @@ class Lab:
         self.port = free_port()
         self.token = secrets.token_hex(8)
         self.notebooks.mkdir(parents=True, exist_ok=True)
-        variables = {**os.environ, **write_lab_settings(self.state)}
+        variables = {**os.environ, **write_lab_settings(self.state), **(environment or {})}
+        start = command or self.command
         with open(folder / "server.log", "wb") as log:
             self.server = subprocess.Popen(
-                self.command(server_arguments(self.port, self.token)),
+                start(server_arguments(self.port, self.token)),
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
