@@ -7,7 +7,7 @@ __all__ = ['WINDOW_BATCHES', 'FEWEST_BATCHES', 'NO_KNOB', 'WAITS', 'FULL', 'STAL
            'CACHE_FULL', 'FILTERED', 'BEYOND_KNOBS', 'window_rows', 'WindowFacts', 'groups_per_batch',
            'most_live_groups', 'window_facts', 'full_pool_share', 'covered_length', 'judge_balance', 'beyond_knobs',
            'limiting_part', 'balance_reason', 'KnobTurn', 'list_remedies', 'advice_in_words', 'describe_turn',
-           'next_value', 'setting_in_words']
+           'next_value']
 
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-imports
 # What limits the rate of a run.
@@ -32,6 +32,7 @@ from ..base.run_charts import column_items, numeric_column
 from ..loop.balance import percent
 from ..loop.journal import VERBS
 from ..runtime.live_view import RunSnapshot, value_in_force
+from .html import setting_in_words
 
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-window
 WINDOW_BATCHES = 20  # batches judged
@@ -364,12 +365,3 @@ def next_value(direction: str, knob: str, value: float) -> float:
     if knob in ("staleness", "publish_every"):
         return value + 1
     return 2 * value or 1
-
-
-def setting_in_words(value: object) -> str:
-    "A value of a setting as a person would write it: `0.2 to 0.8`; for a function its name."
-    if isinstance(value, (list, tuple)):
-        return " to ".join(map(setting_in_words, value))
-    if isinstance(value, Mapping):
-        return str(value.get("name", ""))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from markupsafe import Markup
 
 from ..base.status import ENDED
-from .html import fill_template, format_clock
-from .knob_rows import setting_text
+from .html import fill_template, format_clock, setting_in_words
 
 # %% ../../nbs/views/44_panel_buttons.ipynb #buttons-buttons
 STOP_SECONDS = 3.0  # in which the second click on Stop counts
@@ -123,7 +122,7 @@ def describe_command(command: Mapping) -> str:
     value = json.loads(command["value"] or "null")
     words = command["knob"]
     if value is not None:
-        words += f" → {setting_text(value)}"
+        words += f" → {setting_in_words(value, True)}"
     if command["over"]:
         words += f" over {command['over']} versions"
     return words

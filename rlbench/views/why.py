@@ -41,7 +41,6 @@ from rlbench.views.bottleneck import (
     judge_balance,
     limiting_part,
     list_remedies,
-    setting_in_words,
     window_facts,
     window_rows,
 )
@@ -55,6 +54,7 @@ from rlbench.views.client_loop import (
 )
 from .cost_causes import CostCause, cost_causes, host_causes, neighbours_cause
 from .foreign_advice import figures_in_words, foreign_findings
+from .html import setting_in_words
 from .light import RATE_WORDS, Light, run_light
 
 # %% ../../nbs/views/90_why.ipynb #why-record
