@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .harness import Say, mean_of, say_nothing
+from ..knobs import unknown_name_error
 from ..loop.config import RunConfig, make_config
 from ..loop.world import Spread, World
 from ..models.hardware import HARDWARE, MODELS, TABLES, kv_bytes_per_token, training_flops, utilisation
@@ -36,7 +37,7 @@ from rlbench.planning.cost import (
     wall_clock,
 )
 from ..planning.forecast import SKIPPED_VERSIONS, forecast_of_steps, simulate_plan
-from ..planning.plan_drift import change_words, forecast_change
+from ..planning.plan_drift import forecast_change
 from ..planning.plan_memory import memory_of
 from ..planning.plan_pace import pace_and_binding_limit, plan_warnings
 from ..planning.planfile import OWN_FIELDS, load_plan, with_value
@@ -445,8 +446,7 @@ def drift_row(seeds: Sequence[int] = SEEDS) -> AcceptanceRow:
     found = [forecast_change(plan, seed, 20) for seed in seeds]
     before = sum(change.before.rate for change in found)
     after = sum(change.after.rate for change in found)
-    words = [change_words(plan, change) for change in found]
-    named = sum(text.startswith("The drift decides, not the mean: latency") for text in words)
+    named = sum(change.causes[0][0] == "latency" for change in found)
     figures = [
         Figure("the rate falls, times", 5.5, before / after, 0.55),
         Figure("named as the cause, of all seeds", len(seeds), named, 0),
@@ -480,7 +480,10 @@ SIMULATED = ("A2", "A7", "A8", "A10", "A13", "A17", "A19")
 
 def check_rows(say: Say = say_nothing, only: Sequence[str] = ()) -> tuple[AcceptanceRow, ...]:
     """All rows, or `only` some of them; `say` hears of each as it is done. Some minutes, nearly all of it for A2,
-    A7, A8, A17 and A19. KeyError for an unknown row."""
+    A7, A8, A17 and A19. ValueError for an unknown row, before any is computed."""
+    for name in only:
+        if name not in ROWS:
+            raise unknown_name_error("only", name, ROWS)
     found = []
     for name in only or ROWS:
         row = ROWS[name]()

@@ -65,22 +65,19 @@ if TYPE_CHECKING:
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-course
 @dataclass(frozen=True)
 class Course:
-    """One run, a number per evaluated version: solve rate, mean score (none without a reward model), share whose
-    answer follows from the working, share of the working that is right, length, tokens written for training until
-    then, KL from the start in nats per token (none without a reference), share of (right, wrong) pairs of responses
-    in which the right one scores higher (none without a reward model, or if all are right)."""
+    "One run, with a number for each evaluated version."
 
     arm: str
     seed: int
-    versions: tuple[int, ...]
-    true: tuple[float, ...]
-    proxy: tuple[float | None, ...]
-    agree: tuple[float, ...]
-    working: tuple[float, ...]
-    length: tuple[float, ...]
-    tokens: tuple[int, ...]
-    distance: tuple[float | None, ...]
-    ranks: tuple[float | None, ...]
+    versions: tuple[int, ...]  # that were evaluated
+    true: tuple[float, ...]  # solve rate
+    proxy: tuple[float | None, ...]  # mean score; None without a reward model
+    agree: tuple[float, ...]  # share of the responses whose answer follows from the working
+    working: tuple[float, ...]  # share of the working that is right
+    length: tuple[float, ...]  # tokens of a response
+    tokens: tuple[int, ...]  # written for training until then
+    distance: tuple[float | None, ...]  # KL from the start, nats per token; None without a reference
+    ranks: tuple[float | None, ...]  # (right, wrong) pairs in which the right one scores higher; None if there is none
 
     @property
     def peak(self) -> int:

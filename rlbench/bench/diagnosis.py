@@ -252,27 +252,25 @@ def first_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> tuple[int, s
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-judge
 ALARMS = ("collapsing", "stalled")
-Verdicts = Sequence[tuple[int, Diagnosis]]  # (version, what was said when it was trained)
+Verdicts = Sequence[tuple[int, Diagnosis]]  # (version, the diagnosis when it was trained)
 
 
 @dataclass(frozen=True)
 class ArmRow:
-    """What was said of an arm. `cause`: the truth, empty for a healthy one; `sign` and `figure`: its first sign;
-    `named_at`: the version from which on the right cause was said, -1 if it was not; `late`: versions from the sign to
-    the name; `verdicts`: each with the version at which it was first said; `alarms`: what came up in a healthy run."""
+    "The diagnoses of an arm, beside the truth."
 
     arm: str
     seed: int
     state: str
-    cause: str
-    said: str
-    sign: int
-    figure: str
-    named_at: int
-    late: int
-    verdicts: tuple[str, ...]
+    cause: str  # the true one; empty for a healthy arm
+    said: str  # the last verdict, in words; stored under this name
+    sign: int  # version of the first sign of the cause; -1 for a healthy arm
+    figure: str  # the one that shows this sign
+    named_at: int  # version from which on the diagnosis names the right cause; -1 if it does not
+    late: int  # versions from the sign to the name
+    verdicts: tuple[str, ...]  # each with the version at which it first came up
     alerts: tuple[str, ...]
-    alarms: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()  # of a healthy run: false ones
 
 
 def verdicts_by_version(arm: RecordedArm) -> Verdicts:

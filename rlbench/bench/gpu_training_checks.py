@@ -15,7 +15,8 @@ __all__ = ['TURNS', 'SETTLED', 'LEAK_BYTES', 'SAME_UPDATE', 'PLAN_TOLERANCE', 'P
 #
 # What always holds:
 #   * Batches are written by a generator of the same machine, so sampler and trainer are both tried.
-#   * What is compared is named in the sighting with its distance; speeds are told and have only a low bound.
+#   * What is compared is named in the sighting with its distance; speeds are reported, and only a very
+#     low one fails.
 #
 # Refused: a model that does not fit into the GPU (CannotRun).
 import time

@@ -321,7 +321,7 @@ def end_struck_run(cluster: RayHosts, run: Run) -> list[str]:
     problems = await_end(run)
     happens_within(MOMENT_SECONDS, (run.folder / "report.html").exists)  # its writer is no process of this host
     problems += end_problems(run, "") + book_problems(run) + wait_for_leftovers(cluster)
-    return problems + ["a life that was given up was heard"] * bool(count_late_answers(events_since(run)))
+    return problems + ["a response of a lost generator was counted"] * bool(count_late_answers(events_since(run)))
 
 
 def strike_hosts(cluster: RayHosts, runs: Path, number: int, blow: PlannedBlow) -> Blow:

@@ -189,33 +189,32 @@ def error_of_mean(errors: Sequence[Figures]) -> Figures:
 
 @dataclass(frozen=True)
 class MoveRow:
-    """A move: what was predicted by simulation (with its 90 % range) and by formula, what was measured and its standard
-    errors; predicted less measured as share of the time, share of the rate, versions.
-    `versions`: measured over so many; `turns`: of each turn, those three errors."""
+    "A move of knobs: what the planner predicted of it, and what was measured."
 
     regime: str
     move: str
     knobs: dict
-    predicted: Figures
-    low: Figures
-    high: Figures
-    formula: Figures
+    predicted: Figures  # by simulation
+    low: Figures  # where 90 % of the simulated results begin
+    high: Figures  # and where they end
+    formula: Figures  # predicted by formula
     measured: Figures
-    error: Figures
-    versions: int
-    wait_error: float
-    rate_error: float
-    staleness_error: float
+    error: Figures  # standard errors of `measured`
+    versions: int  # measured over so many
+    wait_error: float  # predicted less measured, share of the time
+    rate_error: float  # the same, share of the rate
+    staleness_error: float  # the same, versions
     inside: bool
-    turns: tuple[tuple[float, float, float], ...]
+    turns: tuple[tuple[float, float, float], ...]  # the three errors of each turn
     kind: str = "move"  # rows of another kind are not counted
 
     def __str__(self) -> str:
-        said, came, error = self.predicted, self.measured, self.error
-        rate_range = 1.96 * error.rate / came.rate
-        wait = f"{said.wait:5.0%} {came.wait:5.0%} ±{1.96 * error.wait:3.0%}"
-        rate = f"{said.rate:6.0f} {came.rate:6.0f} ±{rate_range:3.0%} {self.rate_error:+5.0%}"
-        staleness = f"{said.staleness:4.2f} {came.staleness:4.2f}"
+        predicted = self.predicted
+        measured = self.measured
+        rate_range = 1.96 * self.error.rate / measured.rate
+        wait = f"{predicted.wait:5.0%} {measured.wait:5.0%} ±{1.96 * self.error.wait:3.0%}"
+        rate = f"{predicted.rate:6.0f} {measured.rate:6.0f} ±{rate_range:3.0%} {self.rate_error:+5.0%}"
+        staleness = f"{predicted.staleness:4.2f} {measured.staleness:4.2f}"
         verdict = "inside" if self.inside else "outside"
         if self.kind != "move":
             verdict += ", not counted"
@@ -223,12 +222,12 @@ class MoveRow:
 
 
 HEAD = (
-    f"{'':22s}{'trainer waits':18s}{'rollouts a minute':28s}{'staleness':12s}\n"
-    f"{'move':22s} said  came        said   came        off   said came"
+    f"{'':22s}{'trainer waits':18s}{'rollouts a minute':27s}{'staleness':12s}\n"
+    f"{'move':22s}pred. meas.        pred.  meas.        off   pred meas"
 )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-row-of
-Turn = tuple[Prediction, MeasuredStretch]  # what was said of a change, and what came
+Turn = tuple[Prediction, MeasuredStretch]  # what was predicted of a change, and what was measured
 
 
 def row_of_turns(regime: str, move: str, knobs: Mapping, turns: Sequence[Turn], kind: str = "move") -> MoveRow:

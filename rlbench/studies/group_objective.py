@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from ..bench.harness import check_arms
 from ..environments.tasks import arithmetic
 from rlbench.studies.policy_runs import (
     PolicySetup,
@@ -44,12 +45,12 @@ COMPARED = ("rloo", "grpo", "maxrl", "pass_k")
 GROUP = 16
 
 
-def task_weight(advantage: Callable, p: float, group: int = GROUP) -> float:
+def task_weight(advantage: Callable, p: float) -> float:
     "The expected push of a group on its task's logit, over that of the plain gradient of the solve rate `p`."
     total = 0.0
-    for right in range(group + 1):
-        chance = math.comb(group, right) * p**right * (1 - p) ** (group - right)
-        rewards_R = np.array([1.0] * right + [0.0] * (group - right))
+    for right in range(GROUP + 1):
+        chance = math.comb(GROUP, right) * p**right * (1 - p) ** (GROUP - right)
+        rewards_R = np.array([1.0] * right + [0.0] * (GROUP - right))
         total += chance * float(np.mean(advantage(rewards_R) * (rewards_R - p)))
     return total / (p * (1 - p))
 
@@ -83,9 +84,11 @@ def objective_setups() -> dict[str, PolicySetup]:
 
 
 def run_objective(arm: str, seed: int) -> StudyRun:
-    "One training, and pass@k of the policy that comes out, whole and by level."
+    "One training, and pass@k of the policy that comes out, whole and by level. ValueError for an unknown arm."
+    setups = objective_setups()
+    check_arms("arm", [arm], setups)
     began = time.monotonic()
-    policy, curves = train_policy(objective_setups()[arm], seed)
+    policy, curves = train_policy(setups[arm], seed)
     tasks = arithmetic(split="held_out", count=ASKED, seed=7, **WIDE)
     groups = judged_answers(policy, tasks, TRIES, 10**6 + seed)
     solved_N = solved_counts(groups)

@@ -31,7 +31,7 @@ from ..knobs import bind_knobs, resolve_named
 from ..models.model import load_policy
 from ..objective.objective import make_objective
 from ..records import Group, Task
-from .delay import by_trainer, copy_weights
+from .delay import copy_weights, with_trainer_logprobs
 from .study_recipe import StudyRecipe, StudyRun, StudyRuns
 from .study_record import ClaimSource, StudyRecord, claim_test, rounded_number
 from ..training.one_page import mean_solve_rate, train_versions, write_groups
@@ -141,7 +141,7 @@ def spending_run(arm: str, seed: int) -> StudyRun:
         spent.append(sum(rollout.length for group in written for rollout in group.rollouts))
         served.append(mean_solve_rate(written))
         useful = [group for group in written if is_informative(group.rewards, goal.advantage)]
-        fresh = by_trainer(trainer, policy, useful, weights) if useful else []
+        fresh = with_trainer_logprobs(trainer, policy, useful, weights) if useful else []
         if how.replayed:
             buffer.add(number, fresh)
         return written, numbered_groups([*fresh, *old])

@@ -133,9 +133,9 @@ def razor_setups() -> dict[str, PolicySetup]:
     return {**dict.fromkeys(names, trained), "RL again": replace(trained, draw=1)}
 
 
-def first_reaching(asked: Sequence[Mapping[str, float]], goal: float = REACHED) -> Mapping[str, float]:
-    "The first answers with this solve rate; the last ones if none has it."
-    return next((each for each in asked if each["solve rate"] >= goal), asked[-1])
+def first_reaching(asked: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    "The first answers with the solve rate `REACHED`; the last ones if none has it."
+    return next((each for each in asked if each["solve rate"] >= REACHED), asked[-1])
 
 
 def run_razor(arm: str, seed: int) -> StudyRun:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..bench.harness import check_arms
 from .study_recipe import StudyRecipe, StudyRun, StudyRuns
 from .study_record import ClaimSource, StudyRecord, claim_test, exact_test, rounded_number
 
@@ -73,10 +74,10 @@ def expected_push(logits_TA: np.ndarray, weights_A: np.ndarray) -> np.ndarray:
     return pushed_TA - pushed_TA.sum(1, keepdims=True) * probs_TA
 
 
-def exact_training(logits_TA: np.ndarray, weights_A: np.ndarray, steps: int = 400, rate: float = 0.5) -> np.ndarray:
-    "The logits after so many steps along the expected gradient."
-    for _ in range(steps):
-        logits_TA = logits_TA + rate * expected_push(logits_TA, weights_A)
+def exact_training(logits_TA: np.ndarray, weights_A: np.ndarray) -> np.ndarray:
+    "The logits after 400 steps of 0.5 along the expected gradient."
+    for _ in range(400):
+        logits_TA = logits_TA + 0.5 * expected_push(logits_TA, weights_A)
     return logits_TA
 
 # %% ../../nbs/studies/12_signed_answers.ipynb #signs-arms
@@ -131,7 +132,7 @@ def draw_answers(probs_TA: np.ndarray, uniforms_TS: np.ndarray) -> np.ndarray:
     return below_TSA.sum(2).clip(max=SIGN_ANSWERS - 1)
 
 
-def signed_training(arm: SignArm, seed: int, samples: int = SIGN_SAMPLES) -> tuple[int, np.ndarray]:
+def signed_training(arm: SignArm, seed: int) -> tuple[int, np.ndarray]:
     "(batches, logits [tasks, answers]) when the mean pass@1 first reaches `SIGN_LEVEL`, or at `MOST_UPDATES`."
     draws = np.random.default_rng([seed, 2, arm.draw])
     logits_TA = answer_tables(seed)
@@ -139,14 +140,15 @@ def signed_training(arm: SignArm, seed: int, samples: int = SIGN_SAMPLES) -> tup
         old_TA = softmax_rows(logits_TA)
         if old_TA[:, :SIGN_RIGHT].sum(1).mean() >= SIGN_LEVEL:
             return update, logits_TA
-        drawn_TS = draw_answers(old_TA, draws.random((SIGN_TASKS, samples)))
+        drawn_TS = draw_answers(old_TA, draws.random((SIGN_TASKS, SIGN_SAMPLES)))
         for _ in range(arm.steps):
             logits_TA = logits_TA + SIGN_RATE * batch_push(arm, logits_TA, old_TA, drawn_TS)
     return MOST_UPDATES, logits_TA
 
 
 def signed_run(arm: str, seed: int) -> StudyRun:
-    "One sampled run of an arm: batches until the level, and pass@k and entropies there."
+    "One sampled run of an arm: batches until the level, and pass@k and entropies there. ValueError for an unknown arm."
+    check_arms("arm", [arm], SIGN_ARMS)
     began = time.monotonic()
     updates, logits_TA = signed_training(SIGN_ARMS[arm], seed)
     numbers = {"updates": float(updates), **measure_tables(logits_TA)}

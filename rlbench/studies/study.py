@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['FULL', 'CURVES', 'METRICS', 'STUDY_SEEDS', 'CORRECTIONS', 'SWITCHES', 'GRPO', 'STUDIES', 'Setup', 'round_weights',
-           'reward_group', 'renumber_groups', 'groups_of_batch', 'write_and_refill', 'plain_number', 'measure_version',
-           'TrainedArm', 'setup_functions', 'train_arm', 'group_arms', 'mismatch_arms', 'switched_setup', 'switch_arms',
-           'rate_after', 'StudyBench', 'bench_study', 'arms_chart', 'differences_table', 'mean_line']
+           'reward_group', 'renumber_groups', 'groups_of_batch', 'write_and_refill', 'rounded_or_none',
+           'measure_version', 'TrainedArm', 'setup_functions', 'train_arm', 'group_arms', 'mismatch_arms',
+           'switched_setup', 'switch_arms', 'rate_after', 'StudyBench', 'bench_study', 'arms_chart',
+           'differences_table', 'mean_line']
 
 # %% ../../nbs/studies/03_study.ipynb #study-imports
 # Small trainings that differ in one thing each.
@@ -45,7 +46,8 @@ from ..models.model import load_policy
 from ..objective.objective import Objective, make_objective
 from ..objective.shaping import SHAPINGS, facts_of, shape_rewards
 from ..records import Group, StopReason
-from .delay import by_trainer, copy_weights, mean_metric
+from .delay import TrainingSizes, copy_weights, mean_metric, with_trainer_logprobs
+from .study_record import rounded_number
 from ..training.one_page import mean_solve_rate, train_versions, write_groups
 from ..training.trainer import Trainer, TrainerConfig
 from ..workbench.ablation_result import difference_chart, explain_dark
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/studies/03_study.ipynb #study-setup
 @dataclass(frozen=True)
-class Setup:
+class Setup(TrainingSizes):
     """An arm: what is minimised, what writes, what is kept, and how much of everything. `draw` changes the random
     numbers alone."""
 
@@ -65,13 +67,7 @@ class Setup:
     shaping: object = "none"
     refill: bool = False  # write on until the batch has `tasks` groups with an advantage
     bits: int = 23  # of the mantissa of the sampler's weights
-    group: int = 8
-    tasks: int = 8  # of a batch
-    steps: int = 4  # optimizer steps of a batch
-    learning_rate: float = 3e-4
-    updates: int = 20  # versions
-    tokens: int = 0  # or end with the version that reaches so many response tokens
-    max_tokens: int = 64
+    tokens: int = 0  # 0: all `updates`; else the run ends with the version that reaches so many response tokens
     exam: int = 256  # held-out tasks of an evaluation
     draw: int = 0
 
@@ -177,11 +173,9 @@ METRICS = {  # curves that the trainer's metrics give
 }
 
 
-def plain_number(value: float) -> float | None:
-    "A number to six digits; None for NaN."
-    if not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
+def rounded_or_none(value: float) -> float | None:
+    "A number to six significant digits; None for NaN and infinity."
+    return rounded_number(value) if math.isfinite(value) else None
 
 
 def measure_version(
@@ -206,7 +200,7 @@ def measure_version(
     }
     for curve, metric in METRICS.items():
         found[curve] = getattr(metrics, metric) if metrics else math.nan
-    return {curve: plain_number(found[curve]) for curve in CURVES}
+    return {curve: rounded_or_none(found[curve]) for curve in CURVES}
 
 # %% ../../nbs/studies/03_study.ipynb #study-train
 @dataclass(frozen=True)
@@ -278,7 +272,7 @@ def train_arm(arm: str, setup: Setup, seed: int) -> TrainedArm:
         if not any(map(is_useful, kept)):
             return written, []
         numbered = renumber_groups(kept, goal)
-        return written, by_trainer(trainer, policy, numbered, weights)
+        return written, with_trainer_logprobs(trainer, policy, numbered, weights)
 
     def sampler_weights() -> Mapping[str, torch.Tensor]:
         weights = copy_weights(policy)

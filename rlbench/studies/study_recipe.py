@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['StudyRun', 'StudyRuns', 'StudyRecipe', 'find_recipe', 'left_in_words', 'make_study', 'runs_path', 'stored_runs',
-           'keep_runs', 'StudyAgreement', 'agreement_of', 'agreements', 'trained_run', 'runs_of_ablation',
-           'trial_processor', 'run_of_folder']
+           'StudyAgreement', 'agreement_of', 'agreements', 'trained_run', 'runs_of_ablation', 'trial_processor',
+           'run_of_folder']
 
 # %% ../../nbs/studies/05_study_recipe.ipynb #recipe-imports
 # How a study's runs are made, stored and turned into its record.
@@ -23,14 +23,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.run_files import write_json
 from ..bench.harness import Say, check_counts, file_stem, kept_record, load_result, say_nothing
 from ..models.hardware import machine
 from .study_record import ClaimTest, StudyRecord, comparison_in_words, is_close, rounded_number
@@ -157,14 +156,6 @@ def stored_runs(name: str) -> StudyRuns:
     if not path.is_file():
         raise ValueError(f"study: {name!r} has no stored runs; make them with `rlbench study {name}`")
     return load_result(StudyRuns, path)
-
-
-def keep_runs(runs: StudyRuns, path: str | Path = "") -> Path:
-    "Write the runs of a study, by default where the package keeps them. Returns the path."
-    path = Path(path or runs_path(runs.study))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(runs))
-    return path
 
 # %% ../../nbs/studies/05_study_recipe.ipynb #recipe-agree
 @dataclass(frozen=True)

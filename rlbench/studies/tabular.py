@@ -56,10 +56,9 @@ def every_group(responses: int, group: int):
     return members_MG, log_orders_M.exp().round()
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-loss
-def token_losses(goal: Objective, logprobs_RT, old_RT, sampler_RT, advantages_RT, mask_RT=None):
+def token_losses(goal: Objective, logprobs_RT, old_RT, sampler_RT, advantages_RT):
     "(loss x correction, correction), both [R, T]: what the objective minimises at each token before it is added up."
-    if mask_RT is None:
-        mask_RT = torch.ones_like(old_RT, dtype=torch.bool)
+    mask_RT = torch.ones_like(old_RT, dtype=torch.bool)
     there = {"mask_RT": mask_RT, "sampler_RT": sampler_RT, "start_RT": old_RT, "whole_RT": mask_RT}
     base_RT = sampler_RT if goal.old == "sampler" else old_RT
     terms = call_with_ingredients(goal.loss, logprobs_RT, base_RT, advantages_RT, **there)

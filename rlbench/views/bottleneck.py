@@ -7,7 +7,7 @@ __all__ = ['WINDOW_BATCHES', 'FEWEST_BATCHES', 'NO_KNOB', 'WAITS', 'FULL', 'STAL
            'CACHE_FULL', 'FILTERED', 'BEYOND_KNOBS', 'window_rows', 'WindowFacts', 'groups_per_batch',
            'most_live_groups', 'window_facts', 'full_pool_share', 'covered_length', 'judge_balance', 'beyond_knobs',
            'limiting_part', 'balance_reason', 'KnobTurn', 'list_remedies', 'advice_in_words', 'describe_turn',
-           'next_value', 'setting_in_words']
+           'next_value']
 
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-imports
 # What limits the rate of a run.
@@ -32,6 +32,7 @@ from ..base.run_charts import column_items, numeric_column
 from ..loop.balance import percent
 from ..loop.journal import VERBS
 from ..runtime.live_view import RunSnapshot, value_in_force
+from .html import setting_in_words
 
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-window
 WINDOW_BATCHES = 20  # batches judged
@@ -77,7 +78,7 @@ def _is_disturbed(s: RunSnapshot) -> np.ndarray:
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-record
 @dataclass(frozen=True)
 class WindowFacts:
-    "Means over the window. Shares are of the actors' time; the queue and its room are in groups."
+    "Means over the window. Shares are of the actors' time; `queue` and `allowed_groups` count groups."
 
     steps: int  # batches in the window
     colocated: bool
@@ -88,9 +89,9 @@ class WindowFacts:
     scoring: float  # share of the time in which an environment computes rewards; mean over several
     serving: float  # share of the time in which the scorer computes; 0 without one
     queue: float
-    room: float  # most groups that may be alive outside training
+    allowed_groups: float  # most groups that may be alive outside training
     batch: float  # groups in a batch
-    held: bool  # no more groups may be started: the room is used up whenever a batch is finished
+    held: bool  # no more groups may be started: all allowed ones are alive whenever a batch is finished
     unusable: float  # share of groups that ended without a signal
     solved: float  # share of groups that were all right
     stale: float  # share of rollouts dropped for staleness
@@ -121,8 +122,8 @@ def window_facts(s: RunSnapshot) -> WindowFacts | None:
     begin = s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]]
     fates = _fate_shares(s, begin)
     batch = groups_per_batch(s)
-    room = most_live_groups(s)
-    room_while_publishing = room - batch
+    allowed_groups = most_live_groups(s)
+    allowed_while_publishing = allowed_groups - batch
     return WindowFacts(
         steps=len(rows),
         colocated=value_in_force(s, "placement") == "colocated",
@@ -133,9 +134,9 @@ def window_facts(s: RunSnapshot) -> WindowFacts | None:
         scoring=mean["environment_compute"] / total,
         serving=mean["scorer_compute"] / total,
         queue=mean["queue_depth"],
-        room=room,
+        allowed_groups=allowed_groups,
         batch=batch,
-        held=mean["live_groups"] >= 0.85 * room_while_publishing,
+        held=mean["live_groups"] >= 0.85 * allowed_while_publishing,
         unusable=fates.get("filtered", 0.0),
         solved=mean["all_pass"],
         stale=fates.get("stale", 0.0),
@@ -187,7 +188,7 @@ def covered_length(begin: np.ndarray, end: np.ndarray) -> float:
 
 # %% ../../nbs/views/20_bottleneck.ipynb #bottleneck-rule
 WAITS = 0.15  # of its time: a trainer that waits more is starved
-FULL = 0.9  # of the room: a fuller queue means that the trainer is behind
+FULL = 0.9  # of the allowed groups: a fuller queue means that the trainer is behind
 STALE = 0.02  # of the rollouts: more drops mean that the trainer is behind
 IDLE = 0.25  # of its time: a generator that waits more has nothing to do
 SHARE = 0.6  # of the work: the larger half of a colocated run
@@ -206,7 +207,7 @@ def judge_balance(f: WindowFacts) -> str:
         return "trainer-bound" if writing < 1 - SHARE else "balanced"
     if f.trainer_waits > WAITS:
         return "generation-bound"
-    behind = f.queue >= FULL * f.room or f.stale > STALE
+    behind = f.queue >= FULL * f.allowed_groups or f.stale > STALE
     return "trainer-bound" if behind or f.generator_waits > IDLE else "balanced"
 
 
@@ -248,7 +249,7 @@ def balance_reason(word: str, f: WindowFacts) -> str:
     trainer = percent(f.trainer_works)
     if f.colocated:
         return f"they take turns: writing is {generator} of the time, training {trainer}"
-    queue = f"queue {short_number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
+    queue = f"queue {short_number(f.queue, 2)} of {f.allowed_groups:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
         return f"trainer waits {percent(f.trainer_waits)}, {queue}, {_cause_in_words(limiting_part(word, f), f)}"
     if word == "trainer-bound":
@@ -364,12 +365,3 @@ def next_value(direction: str, knob: str, value: float) -> float:
     if knob in ("staleness", "publish_every"):
         return value + 1
     return 2 * value or 1
-
-
-def setting_in_words(value: object) -> str:
-    "A value of a setting as a person would write it: `0.2 to 0.8`; for a function its name."
-    if isinstance(value, (list, tuple)):
-        return " to ".join(map(setting_in_words, value))
-    if isinstance(value, Mapping):
-        return str(value.get("name", ""))
-    return f"{value:g}" if isinstance(value, float) else str(value)

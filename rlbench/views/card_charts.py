@@ -7,7 +7,7 @@ __all__ = ['LEVEL_LINES', 'LAW_CAUTION', 'HEALTH_COLUMNS', 'HOST_ROLES', 'served
            'laws_charts', 'length_charts', 'is_colocated', 'time_charts', 'queue_charts', 'staleness_bound',
            'staleness_charts', 'last_batch_staleness', 'ribbon_charts', 'discard_charts', 'drop_bias_note',
            'health_charts', 'memory_charts', 'sandbox_charts', 'sandbox_note', 'turns_charts', 'mismatch_charts',
-           'freshest_told', 'mismatch_note', 'hosts_charts', 'hosts_note']
+           'with_largest_staleness', 'mismatch_note', 'hosts_charts', 'hosts_note']
 
 # %% ../../nbs/views/23_card_charts.ipynb #cardcharts-imports
 # Charts of the cards, each a function from a snapshot to a tuple of charts.
@@ -356,11 +356,11 @@ def turns_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 def mismatch_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Distance of sampler and trainer, and what the correction leaves."
     marks = card_marks(s)
-    steps = freshest_told(s)
+    steps = with_largest_staleness(s)
     return mismatch_chart(steps, marks), corrected_chart(steps, marks)
 
 
-def freshest_told(s: RunSnapshot) -> dict[str, np.ndarray]:
+def with_largest_staleness(s: RunSnapshot) -> dict[str, np.ndarray]:
     "The bins of the step table with the largest staleness of each: a bin is fresh if all its batches are."
     return {**s.steps, "lag_max": s.high["lag_max"]}
 
@@ -372,7 +372,7 @@ def mismatch_note(s: RunSnapshot) -> str:
         return ""
     correction = value_in_force(s, "correction")
     name = correction.get("name") if isinstance(correction, Mapping) else correction
-    return describe_mismatch(find_mismatch(freshest_told(s), s.recent, str(name or "none")))
+    return describe_mismatch(find_mismatch(with_largest_staleness(s), s.recent, str(name or "none")))
 
 # %% ../../nbs/views/23_card_charts.ipynb #cardcharts-hosts
 HOST_ROLES = ("blue", "green", "amber", "purple", "sky", "vermilion")

@@ -44,8 +44,8 @@ from ..base.status import ENDED
 from ..foreign.source import ForeignSource
 from ..runtime.live_view import RunSnapshot, value_in_force
 from .cards import CARDS, default_cards, is_recorded
-from .html import fill_template, format_clock
-from .light import RATE_WORDS, Light, short_duration
+from .html import fill_template, format_clock, short_duration
+from .light import RATE_WORDS, Light
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-style
 CARD_STYLE = """

@@ -21,7 +21,8 @@ import numpy as np
 from ..base.chart_parts import Line, VerticalMark, text_width
 from ..base.run_charts import command_marks
 from ..runtime.live_view import RunSnapshot, corners_of
-from .bottleneck import NO_KNOB, setting_in_words
+from .bottleneck import NO_KNOB
+from .html import setting_in_words
 
 # %% ../../nbs/views/22_card_marks.ipynb #cardmarks-marks
 MOST_MARKS = 40  # before marks are merged that are near each other

@@ -73,7 +73,7 @@ class CardSpec:
     needs: tuple[str, ...] = ("steps", "commands")  # tables whose new rows change the card
     note: Callable[[RunSnapshot], str] = no_note
     asked: bool = False  # of no run at first, whatever it has recorded
-    shows: tuple[str, ...]  # tables or table.column: without all of these it has nothing to show
+    shows: tuple[str, ...]  # tables or table.column: the card is shown if at least one of these is recorded
 
 # %% ../../nbs/views/26_cards.ipynb #cards-batch
 BATCH = ("rollouts", "tokens", "commands")  # what the cards of the newest batch need

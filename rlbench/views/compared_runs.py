@@ -141,10 +141,10 @@ def with_history(folder: Path, known: dict[Path, RunData]) -> tuple[RunData, int
 AXES = {"version": ("version", "versions"), "tokens": ("generated", "tokens"), "minutes": ("time", "min")}
 
 
-def tokens_until(data: RunData, versions: np.ndarray) -> np.ndarray:
-    "Tokens generated up to each of some versions; NaN where no tokens were counted."
-    known = numeric_column(data.steps, "version")
-    generated = numeric_column(data.steps, "generated_tokens")
+def tokens_until(steps, versions: np.ndarray) -> np.ndarray:
+    "Tokens generated up to each of some versions, from the step table; NaN where no tokens were counted."
+    known = numeric_column(steps, "version")
+    generated = numeric_column(steps, "generated_tokens")
     if not np.isfinite(generated).any():
         return np.where(versions == 0, 0.0, math.nan)
     tokens = np.nancumsum(generated)
@@ -156,7 +156,7 @@ def axis_places(data: RunData, rows, axis: str) -> np.ndarray:
     if axis == "minutes":
         return numeric_column(rows, "at") / 60
     versions = numeric_column(rows, "version")
-    return tokens_until(data, versions) if axis == "tokens" else versions
+    return tokens_until(data.steps, versions) if axis == "tokens" else versions
 
 
 def fork_place(run: ComparedRun, axis: str) -> float:

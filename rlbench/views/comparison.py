@@ -20,8 +20,9 @@ __all__ = ['Rate', 'MOST_COMMANDS', 'FRAME_COLUMNS', 'COMPARE_STYLE', 'COMPARISO
 # It raises ValueError for no run, a run named twice, or an unknown axis, FileNotFoundError for a run that is not there.
 # It compares single runs: whether a setting helps is a question for several seeds of each.
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,22 +163,30 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
     "The end figures as rows of text, a cell per run; rows in which no run has a value are left out."
     first = ends[0].run
     differences = [_rate_in_words(end.difference, end.difference_se, "+") for end in ends[1:]]
+
+    def end_row(name: str, text: Callable[[Ending], str]) -> tuple[str, list[str]]:
+        return name, [text(end) for end in ends]
+
     rows = [
-        ("state", [f"{end.state}, version {end.versions}" if end.versions else end.state for end in ends]),
-        ("held-out, start", [_rate_in_words(end.solve_rate_start, end.solve_rate_start_se) for end in ends]),
-        ("held-out, end", [_rate_in_words(end.solve_rate_end, end.solve_rate_end_se) for end in ends]),
+        end_row("state", _state_in_words),
+        end_row("held-out, start", lambda end: _rate_in_words(end.solve_rate_start, end.solve_rate_start_se)),
+        end_row("held-out, end", lambda end: _rate_in_words(end.solve_rate_end, end.solve_rate_end_se)),
         (f"against {first}", [UNKNOWN, *differences]),
-        ("response length, end", [_number_in_words(end.length_end) for end in ends]),
-        ("mean staleness (versions)", [_number_in_words(end.lag) for end in ends]),
-        ("tokens generated", [UNKNOWN if end.tokens is None else f"{end.tokens:,}" for end in ends]),
-        ("tokens per second", [_number_in_words(end.tokens_per_s) for end in ends]),
-        ("wall time", [format_duration(end.wall_s) for end in ends]),
-        (f"digest beside {first}", [end.digest or UNKNOWN for end in ends]),
+        end_row("response length, end", lambda end: _number_in_words(end.length_end)),
+        end_row("mean staleness (versions)", lambda end: _number_in_words(end.lag)),
+        end_row("tokens generated", lambda end: UNKNOWN if end.tokens is None else f"{end.tokens:,}"),
+        end_row("tokens per second", lambda end: _number_in_words(end.tokens_per_s)),
+        end_row("wall time", lambda end: format_duration(end.wall_s)),
+        end_row(f"digest beside {first}", lambda end: end.digest or UNKNOWN),
     ]
     fates = dict.fromkeys(fate for end in ends for fate, _ in end.fates)
     for fate in fates:
-        rows.append((f"tokens {fate.replace('_', ' ')}", [_share_in_words(end, fate) for end in ends]))
+        rows.append(end_row(f"tokens {fate.replace('_', ' ')}", partial(_share_in_words, fate=fate)))
     return [row for row in rows if any(value != UNKNOWN for value in row[1])]
+
+
+def _state_in_words(end: Ending) -> str:
+    return f"{end.state}, version {end.versions}" if end.versions else end.state
 
 
 def _rate_in_words(rate: float | None, error: float | None, sign: str = "") -> str:
@@ -363,7 +372,7 @@ def _run_frame(run: ComparedRun) -> "pl.DataFrame":
     both = trained.join(examined, on="version", how="full", coalesce=True).sort("version")
     both = both.with_columns(
         pl.coalesce("minutes", "exam_minutes").alias("minutes"),
-        pl.Series("tokens", tokens_until(run.whole, numeric_column(both, "version"))),
+        pl.Series("tokens", tokens_until(run.whole.steps, numeric_column(both, "version"))),
         pl.lit(run.name).alias("run"),
     )
     return both.select(FRAME_COLUMNS)

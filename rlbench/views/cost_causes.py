@@ -27,7 +27,8 @@ from ..base.status import ENDED
 from ..loop.balance import percent
 from ..runtime.host_status import describe_lost_host_status, describe_slow_host, lost_hosts, slow_hosts
 from ..runtime.live_view import RunSnapshot, value_in_force
-from .bottleneck import STALE, WAITS, WindowFacts, describe_turn, setting_in_words, window_rows
+from .bottleneck import STALE, WAITS, WindowFacts, describe_turn, window_rows
+from .html import setting_in_words
 
 # %% ../../nbs/views/88_cost_causes.ipynb #cost-causes-record
 MUCH_FILTERED = 0.4  # share of groups without a signal

@@ -105,9 +105,9 @@ def describe_mismatch(seen: EngineMismatch | None) -> str:
     return f"{apart}; {seen.correction} does not hold: {'; '.join(against)}. Better {remedy}."
 
 # %% ../../nbs/views/06_engine_mismatch.ipynb #em-charts
-def mismatch_chart(steps, marks: Marks = (), x: str = "version") -> Chart:
+def mismatch_chart(steps, marks: Marks = ()) -> Chart:
     "Distance of a token's log-probability from sampler and from trainer: of all batches, and of those of staleness 0."
-    at = time_axis(steps, x)
+    at = time_axis(steps, "version")
     distance = numeric_column(steps, "logprob_diff_mean")
     fresh = np.where(numeric_column(steps, "lag_max") == 0, distance, math.nan)
     lines = (Line("all batches", at, distance, "blue"), Line("on the same weights", at, fresh, "vermilion", dots=True))
@@ -119,13 +119,13 @@ def mismatch_chart(steps, marks: Marks = (), x: str = "version") -> Chart:
         y_range=(0, None),
         marks=marks,
         empty="no batch trained yet",
-        **x_axis_words(x),
+        **x_axis_words("version"),
     )
 
 
-def corrected_chart(steps, marks: Marks = (), x: str = "version") -> Chart:
+def corrected_chart(steps, marks: Marks = ()) -> Chart:
     "What the correction leaves of a batch: its effective size, and the tokens that are not masked."
-    at = time_axis(steps, x)
+    at = time_axis(steps, "version")
     size = numeric_column(steps, "ess")
     kept = 1 - numeric_column(steps, "masked_tokens")
     lines = (Line("effective size", at, size, "blue"), Line("tokens", at, kept, "green", "6 3"))
@@ -137,5 +137,5 @@ def corrected_chart(steps, marks: Marks = (), x: str = "version") -> Chart:
         y_range=(0, 1.05),
         marks=marks,
         empty="no batch trained yet",
-        **x_axis_words(x),
+        **x_axis_words("version"),
     )

@@ -151,7 +151,7 @@ def find_stale(source: ForeignSource, steps: "pl.DataFrame") -> ForeignFinding |
         return None
     fewer = with_setting(source, "fewer rollouts at once", "concurrency")
     advice = f"{fewer}, or {with_setting(source, 'a looser bound on staleness', 'staleness')}"
-    text = f"{percent(share)} of the rollouts were thrown away. What helps: {advice}."
+    text = f"{percent(share)} of the rollouts were discarded. What helps: {advice}."
     return ForeignFinding("drops", text, share, {"dropped": share}, ("concurrency", "staleness"))
 
 # %% ../../nbs/views/19_foreign_advice.ipynb #foreign-advice-all

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LINE_BREAK', 'UNKNOWN', 'TABLE', 'ERROR', 'fill_template', 'compile_template', 'escape_text', 'join_html',
-           'chart_html', 'format_value', 'format_duration', 'format_clock', 'html_table', 'error_html', 'set_html',
-           'show_errors', 'import_widgets']
+           'chart_html', 'format_value', 'format_duration', 'short_duration', 'format_clock', 'setting_in_words',
+           'html_table', 'error_html', 'set_html', 'show_errors', 'import_widgets']
 
 # %% ../../nbs/views/00_html.ipynb #html-imports
 # HTML of the views.
@@ -19,9 +19,10 @@ __all__ = ['LINE_BREAK', 'UNKNOWN', 'TABLE', 'ERROR', 'fill_template', 'compile_
 #
 # A template with a name that nobody gave raises jinja2.UndefinedError.
 # This module knows no run and no widget, and draws no chart.
+import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,17 @@ def format_duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def short_duration(seconds: float | None) -> str:
+    "As `format_duration`, with one unit below an hour: 0.4 s, 30 s, 3 min, 2 h 5 min."
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if 10 <= seconds < 60:
+        return f"{seconds:.0f} s"
+    if 60 <= seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return format_duration(seconds)
+
+
 def format_clock(seconds: float | None) -> str:
     "Time since the run began: minutes and seconds, with hours where there are any. Empty if it is not known."
     if seconds is None:
@@ -119,6 +131,19 @@ def format_clock(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes}:{rest:02d}"
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def setting_in_words(value: object, thousands: bool = False) -> str:
+    """A value of a setting as a person writes it: `0.2 to 0.8`; for a function its name. `thousands`: counts have
+    separators."""
+    if isinstance(value, (list, tuple)):
+        return " to ".join(setting_in_words(item, thousands) for item in value)
+    if isinstance(value, Mapping):
+        return str(value.get("name", json.dumps(value)))
+    if isinstance(value, float):
+        return f"{value:g}"
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if thousands and is_count else str(value)
 
 # %% ../../nbs/views/00_html.ipynb #html-table
 TABLE = """

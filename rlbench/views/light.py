@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'RATE_WORDS', 'HOLD_BATCHES', 'QUIET_S', 'STARTING_S', 'CLIENT_WORDS', 'Light', 'run_light',
-           'short_duration', 'starting_phase']
+           'starting_phase']
 
 # %% ../../nbs/views/21_light.ipynb #light-imports
 # The light of a run.
@@ -16,7 +16,6 @@ __all__ = ['SHAPES', 'RATE_WORDS', 'HOLD_BATCHES', 'QUIET_S', 'STARTING_S', 'CLI
 #   * States that a person or a fault made come before diagnoses, and those before the rate.
 #   * A new word about the rate holds for `HOLD_BATCHES` batches before it replaces the old one.
 # It is a function of a snapshot and of the light shown before; it reads no file.
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +34,7 @@ from rlbench.views.bottleneck import (
     window_facts,
 )
 from .client_loop import REMEDIES, client_shares, restart_in_words, shares_in_words
-from .html import UNKNOWN
+from .html import short_duration
 
 # %% ../../nbs/views/21_light.ipynb #light-record
 SHAPES = {
@@ -182,17 +181,6 @@ def _holder(s: RunSnapshot) -> str:
         if knob in ("pause", "step") and status == "applied":
             return f", held by {author}{': ' if reason else ''}{reason or ''}"
     return ""
-
-
-def short_duration(seconds: float) -> str:
-    "0.4 s, 3 min, 2 h 5 min."
-    if not math.isfinite(seconds):
-        return UNKNOWN
-    if seconds < 100:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
 
 # %% ../../nbs/views/21_light.ipynb #light-degraded
 def _degraded_light(s: RunSnapshot) -> Light | None:

@@ -108,8 +108,12 @@ class StoredBatch:
         return self.place == "trained" and (has_some or not self.system)
 
     def find_rollout(self, rollout: int) -> CardRollout:
-        "One of the rollouts by its id. StopIteration if the batch does not have it."
-        return next(stored for stored in self.rollouts if stored.rollout.id == rollout)
+        "One of the rollouts by its id. ValueError if the batch does not have it."
+        for stored in self.rollouts:
+            if stored.rollout.id == rollout:
+                return stored
+        ids = ", ".join(str(stored.rollout.id) for stored in self.rollouts)
+        raise ValueError(f"rollout: {rollout} is not in this batch; it has {ids or 'none'}")
 
     def has_rollout(self, rollout: int) -> bool:
         "True if a rollout of this id is in the batch."

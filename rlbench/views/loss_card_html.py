@@ -289,15 +289,15 @@ CARD = """
   {{ strip }}
   {{ key }}
   {% if share %}<p class="soft">{{ share }}</p>{% endif %}
-  <details{{ open }}><summary>every term of every token</summary>{{ table }}</details>
+  <details><summary>every term of every token</summary>{{ table }}</details>
   {% if notes %}<ul>{% for note in notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
 </article>
 """
 SMALLEST_LOSS = 1e-7  # of a step; below it the card gives reasons for 0
 
 
-def loss_card_html(terms: RolloutTerms, is_open: bool = False) -> Markup:
-    "One card, without the styles; `is_open` unfolds the terms."
+def loss_card_html(terms: RolloutTerms) -> Markup:
+    "One card, without the styles; its terms are folded."
     sentence = loss_sentence(terms)
     reasons = why_zero(terms).splitlines() if looks_zero(terms) else []
     shown = {"rollout": terms.rollout, "recipe": terms.recipe.summary, "notes": notes_on(terms)}
@@ -306,7 +306,6 @@ def loss_card_html(terms: RolloutTerms, is_open: bool = False) -> Markup:
     shown["strip"] = loss_strip(terms)
     shown["key"] = loss_key()
     shown["share"] = "" if terms.row is None else _share_of_step(terms)
-    shown["open"] = Markup(" open") if is_open else ""
     shown["table"] = terms_table(terms)
     return fill_template(CARD, **shown)
 

@@ -11,7 +11,7 @@ __all__ = ['FRAME_COLUMNS', 'SHEET_COLUMNS', 'COMPARED', 'SMALLEST_CHANGE', 'Los
 # The terms of a loss.
 #
 # Owns: `LossSheet` (all terms of one optimizer step), `RolloutTerms` (one row of it), and the frame and the counts of
-# a row.
+# a row. `batch_loss` is for notebooks and tests: it repeats the loss that the step table logged.
 #
 # What always holds:
 #   * The loss of a sheet is the sum of `term_RT` and `kl_term_RT`.

@@ -26,7 +26,7 @@ from ..objective.objective import OLD_POLICIES, PARTS
 from ..runtime.run_reader import RunReader
 from .decode import load_decoder
 from .html import fill_template, import_widgets, join_html, show_errors
-from .loss_batch import read_batch, with_policy
+from .loss_batch import read_batch
 from .loss_card import CardComparison, make_card
 from .loss_card_html import comparison_html, loss_card_html, loss_card_style
 from .loss_recipe import recipe_of
@@ -83,14 +83,11 @@ def loss_view_style() -> str:
 # %% ../../nbs/views/38_loss_view.ipynb #loss-view-class
 class LossView:
     """A live loss card: menus, sliders, the card, and what differs from the run's own objective. Show another
-    rollout with `take`. Raises what `read_batch` raises."""
+    rollout with `show_rollout`. Raises what `read_batch` raises."""
 
-    def __init__(
-        self, folder: str | Path, rollout: int | None = None, attempt: int | None = None, policy: bool = False
-    ):
+    def __init__(self, folder: str | Path, rollout: int | None = None):
         w = import_widgets("a live loss card")
         self.folder = Path(folder)
-        self.policy = policy
         reader = RunReader(folder)
         self.decode = load_decoder(reader)
         self.captured = reader.functions["loss"]
@@ -105,22 +102,21 @@ class LossView:
         self.knob_box = w.Box([]).add_class("lc-knobs")
         self.view = w.HTML()
         self.note = w.HTML()
-        self.beside = w.Checkbox(value=True, description="compare with the run's own", indent=False)
-        menu_box = w.Box([*self.menus.values(), self.beside]).add_class("lc-menus")
+        self.compare_box = w.Checkbox(value=True, description="compare with the run's own", indent=False)
+        menu_box = w.Box([*self.menus.values(), self.compare_box]).add_class("lc-menus")
         style = w.HTML(loss_view_style())
         self.box = w.Box([style, menu_box, self.knob_box, self.note, self.view]).add_class("rl-lc-live")
         self._is_busy = False
         for part, menu in self.menus.items():
             menu.observe(partial(self._menu_moved, part), "value")
-        self.beside.observe(self._widget_moved, "value")
+        self.compare_box.observe(self._widget_moved, "value")
         if rollout is not None:
-            self.take(rollout, attempt)
+            self.show_rollout(rollout)
 
-    def take(self, rollout: int, attempt: int | None = None) -> None:
+    def show_rollout(self, rollout: int, attempt: int | None = None) -> None:
         "Show this rollout; the menus keep what they are set to unless its run had another objective."
-        batch = read_batch(self.folder, rollout, attempt)
         before = self.own
-        self.batch = with_policy(batch) if self.policy else batch
+        self.batch = read_batch(self.folder, rollout, attempt)
         self.rollout = rollout
         self.own = make_card(self.batch, rollout, recipe_of(self.batch), self.decode)
         if before is None or before.recipe.labels != self.own.recipe.labels:
@@ -128,10 +124,10 @@ class LossView:
         else:
             self.show()
 
-    def offer(self, rollout: int, attempt: int | None = None) -> None:
-        "As `take`; if there is no card, the reason stands in its place."
+    def show_rollout_or_reason(self, rollout: int, attempt: int | None = None) -> None:
+        "Show this rollout; if it has no card, the reason stands in its place."
         self.view.value = ""
-        self._act(partial(self.take, rollout, attempt))
+        self._act(partial(self.show_rollout, rollout, attempt))
 
     @property
     def changes(self) -> dict[str, object]:
@@ -158,7 +154,7 @@ class LossView:
         changes = self.changes
         self.card = self.own.swap(**changes) if changes else self.own
         parts = [loss_card_html(self.card)]
-        if changes and self.beside.value:
+        if changes and self.compare_box.value:
             comparison = CardComparison(self.own, self.card)
             parts.append(comparison_html(self.own, self.card, comparison.frame))
         self.view.value = fill_template('<div class="rl-lc">{{ body }}</div>', body=join_html(parts))

@@ -103,7 +103,7 @@ class KnobsetPage:
         self.name = w.Text(placeholder="careful", continuous_update=False, tooltip=name_help)
         self.save = w.Button(description="Save current settings", icon="save")
         self.apply = w.Button(description="Apply", icon="check")
-        self.known = w.Dropdown(tooltip="Saved settings in this runs folder")
+        self.known = w.Dropdown(tooltip="Settings saved in this folder of runs")
         self.message = w.HTML()
         self.save.on_click(self.save_settings)
         self.apply.on_click(self.apply_settings)

@@ -9,7 +9,8 @@ __all__ = ['Range', 'FILTER_COLUMNS', 'TEXT_COLUMNS', 'in_range', 'ends_of', 'ch
 # %% ../../nbs/views/50_rollout_search.ipynb #rollout-search-imports
 # The search for rollouts.
 #
-# Owns: `find_rollouts`, the ranges that filters can have, and the rollouts that answer one task.
+# Owns: `find_rollouts`, the ranges that filters can have, and the rollouts that answer one task. `pairs_of_task` is
+# for notebooks: no page or verb of the package calls it.
 #
 # What always holds:
 #   * Narrow columns are read to filter; prompts and responses are read for the rows that are left.

@@ -41,7 +41,6 @@ from rlbench.views.bottleneck import (
     judge_balance,
     limiting_part,
     list_remedies,
-    setting_in_words,
     window_facts,
     window_rows,
 )
@@ -55,6 +54,7 @@ from rlbench.views.client_loop import (
 )
 from .cost_causes import CostCause, cost_causes, host_causes, neighbours_cause
 from .foreign_advice import figures_in_words, foreign_findings
+from .html import setting_in_words
 from .light import RATE_WORDS, Light, run_light
 
 # %% ../../nbs/views/90_why.ipynb #why-record
@@ -96,7 +96,7 @@ LIMIT_SENTENCES = {
     ),
     "generator": "The generator limits this run",
     "trainer": "The trainer limits this run",
-    "drops": "The trainer limits this run, and what the generator is ahead is thrown away",
+    "drops": "The trainer limits this run, and rollouts that the generator wrote ahead are discarded",
     "nothing": "Nothing limits this run: generator and trainer both work",
     "synchronous": (
         "This run is synchronous: a wave is written, then trained, and each side waits for the other by design"
@@ -123,7 +123,7 @@ FACT_FIGURES = {
     "serving": "serving",
     "publishing": "publishing",
     "queue": "queue",
-    "room": "room",
+    "room": "allowed_groups",
     "batch": "batch",
     "filtered": "unusable",
     "dropped": "stale",

@@ -467,9 +467,9 @@ def test_the_view_answers_fast_and_says_what_is_wrong(runs):
         took.append(time.perf_counter() - began)
     assert min(took) < 0.2 and view.note.value == "", took
     assert isinstance(view.card.compare(loss="ppo"), CardComparison)
-    view.take(mine[1])
+    view.show_rollout(mine[1])
     assert view.menus["loss"].value == "two_sided" and view.card.rollout == mine[1]
-    view.offer(10**6)
+    view.show_rollout_or_reason(10**6)
     assert "has not ended" in view.note.value and view.view.value == ""
 
 
