@@ -97,6 +97,7 @@ def tables(driver) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     return tuple(read_table(driver.folder, name) for name in ("groups", "rollouts", "steps"))
 
 
+@pytest.mark.slow
 def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
     "The filter sees shaped rewards: Kimi's length reward keeps what the verdicts alone would throw away."
     plain, kimi = (inline_run(tmp_path, name, SCRIPTED | {"shaping": name}) for name in ("none", "kimi_length"))
@@ -112,6 +113,7 @@ def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
     assert "trained" in set(groups.filter(pl.col("solved") == 0)["fate"])  # wrong ones pay for length, too
 
 
+@pytest.mark.slow
 def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
     "A response that was cut off ends as masked though its group is trained; a group with fewer than two others is filtered."
     for staleness in (0, 1):
@@ -140,6 +142,7 @@ def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filter", ["zero_advantage", "band", "none"])
 def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path, filter):
     "Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget of tokens is spent."
@@ -153,6 +156,7 @@ def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path
     assert filter == "none" or driver.state.phase == "failed" and "left no reward" in driver.state.reason
 
 
+@pytest.mark.slow
 def test_another_shaping_takes_effect_at_a_version_and_is_journalled(tmp_path):
     "Swapped twice in one run; groups that waited under the old one are judged under the new one; a run told the same is the same."
     told = [
@@ -305,6 +309,7 @@ def test_rewards_of_steps_travel_with_the_judgement():
     assert judge_rollout(answered(":42"), exact, STEP_REWARDS["steps"]).steps == ()
 
 
+@pytest.mark.slow
 def test_rewards_of_steps_reach_the_table(tmp_path):
     "A real policy with a reward of steps: every stored value is the sum of its parts, and steps lie inside the response."
     table = {"generator": "torch", "model": "tiny", "reward": "mixed", "filter": "none"}
