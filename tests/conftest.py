@@ -50,6 +50,13 @@ def cache_of_the_session(tmp_path_factory) -> None:
     os.environ.setdefault("RLBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    "A cache of a test's own for what is remembered of other systems' runs."
+    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def busy_s() -> float:
     "Seconds in which this machine's processors were at work since it started."
     times = psutil.cpu_times()
@@ -127,6 +134,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tenant_trainer():
+    "The training service's trainer of the policy `tiny`, in this process and with one thread."
+    import torch
+
+    from rlbench.service.tenant_trainer import TenantTrainer
+
+    torch.set_num_threads(1)
+    return TenantTrainer("tiny")
 
 
 @pytest.fixture

@@ -19,6 +19,16 @@ from rlbench.training.data_parallel import Team
 from rlbench.training.weight_transport import WeightsBuffers
 from rlbench.workbench.handle import Run
 
+APART = ("ranks", "swap-vllm")  # broken in processes of their own
+ON_VLLM = ("engine-rate", "swap-vllm")
+RUNS = ("tiny-run", "resume", "split", "mismatch", "qwen3-0.6b-run")
+
+
+def ask_for_vllm(name: str, request) -> None:
+    "Skip what starts vLLM where no CPU build of it runs. `request`: pytest's."
+    if name in ON_VLLM:
+        request.getfixturevalue("cpu_for_vllm")
+
 
 def nothing(*arguments, **named):
     "Does nothing."

@@ -1,9 +1,9 @@
-"""Data for the losses of the training service, the same in every test that trains on it."""
+"""Data for the losses of the training service, the same in every test that trains on it, and orders to its trainer."""
 
 import numpy as np
 
 from rlbench.models.model import encode_prompt, encode_response
-from rlbench.service.service_records import AdamParams, Datum
+from rlbench.service.service_records import AdamParams, Datum, OrderDone
 
 STEPS = 5
 # AdamW moves a weight by the sign of its gradient wherever that is larger than eps, so a small eps would turn the
@@ -31,3 +31,10 @@ def some_data(policy, seed: int) -> tuple[Datum, ...]:
             }
             data.append(Datum(tokens[:-1], inputs))
     return tuple(data)
+
+
+def carry_out(trainer, order) -> object:
+    "The value of an order's answer."
+    answer = trainer.answer(order)
+    assert isinstance(answer, OrderDone), answer
+    return answer.value

@@ -1,6 +1,10 @@
 """The same run twice."""
 
-from inline import Told, check_books, inline_run
+from collections.abc import Callable
+from pathlib import Path
+
+from inline import Told, check_books, drive, inline_run
+from resumed_runs import a_run
 
 from rlbench.base.ledger_reading import read_table
 
@@ -23,9 +27,12 @@ TINY = {
 MEASURED = ("score_seconds",)  # the environment's own time is measured, whatever the clock
 
 
-def twice(root, table: dict, told: list = ()) -> Told:
-    "Runs twice, in different folders, and compares all that was written. Returns the first driver."
-    first, second = (inline_run(root, name, table, told) for name in ("a", "b"))
+def twice(root: Path, table: dict, told: list = (), copies: Callable[[Told], dict] = lambda first: {}) -> Told:
+    """Runs twice, in different folders, and compares all that was written. Returns the first driver. `copies`: at which
+    events the second run's folder is copied where to, told from the first run."""
+    first = inline_run(root, "a", table, told)
+    second = a_run(root / "b", table, copies(first), told)
+    drive(second)
     check_books(first)
     assert first.state.version == table["steps"] and first.state.digest and first.state.digest == second.state.digest
     for name in ("steps", "groups", "rollouts", "tokens", "evals"):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
+from rlbench.cli.progress import disk_text
 
 SMALL = dict(steps=3, batch=32, group=8, preflight=0, eval=[])
 SCRIPTED = dict(generator="scripted", clock="virtual", **SMALL)
@@ -174,3 +175,12 @@ def test_a_full_disk_ends_the_run_with_readable_closed_books(tmp_path):
     assert "disk is full" in status.reason and status.books_closed and status.version >= 1
     rollouts = read_table(kept.folder, "rollouts")
     assert len(rollouts) == status.dispatched and rollouts["length"].sum() == status.tokens
+
+
+def test_a_full_disk_is_visible_in_the_terminal(tmp_path):
+    assert disk_text(tmp_path) == ""
+    (tmp_path / "there").mkdir()
+    look = "from pathlib import Path; from rlbench.cli.progress import disk_text; print(disk_text(Path('there')))"
+    script = f'mount -t tmpfs -o size=256k none there && {sys.executable} -c "{look}"'
+    done = in_namespace(script, tmp_path, timeout=400)
+    assert done.stdout.startswith("full: rows wait in memory"), done.stderr

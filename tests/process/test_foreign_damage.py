@@ -158,13 +158,6 @@ def open_all(path: Path) -> int:
     return rows
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A cache of its own."
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.parametrize("first", range(0, ROUNDS, BATCH))
 def test_damaged_runs_give_tables_or_a_foreign_error(first: int, root: Path, tmp_path: Path, cache: Path) -> None:
     opened = 0

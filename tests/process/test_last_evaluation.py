@@ -12,6 +12,7 @@ import psutil
 import pytest
 from fake_run import fake_run
 from patience import until
+from tensorboard_files import from_tensorboard
 from typer.testing import CliRunner
 
 import rlbench as rl
@@ -104,16 +105,8 @@ def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     )
     assert "after the run had failed" in (run.folder / "report.html").read_text()
     assert f"after the failure: the saved policy solves {row['avg']:.3f}" in log_of(run)
-    assert from_tensorboard(run.folder)["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
+    assert from_tensorboard(run.folder)[0]["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
     until(lambda: not living_processes(processes), 10)
-
-
-def from_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    "Name -> (version, value) of what the sink holds."
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
 
 
 def test_a_run_without_its_supervisor_is_not_evaluated(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from command_line import run_verb
 from inline import inline_run
 from patience import until
+from tensorboard_files import from_tensorboard
 
 import rlbench as rl
 from rlbench.base.ledger import Ledger
@@ -56,20 +57,6 @@ def python(environment: dict, *arguments, code: int = 0, cwd=None) -> str:
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + (done.stderr if code else "")
-
-
-def from_tensorboard(folder: Path, environment: dict):
-    "Numbers as name -> [(version, value)], notes as [(version, text)]."
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    numbers = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-    notes = (
-        [(e.step, e.tensor_proto.string_val[0].decode()) for e in board.Tensors("commands")]
-        if "commands" in board.Tags()["tensors"]
-        else []
-    )
-    return numbers, notes
 
 
 def from_wandb(folder: Path, environment: dict):

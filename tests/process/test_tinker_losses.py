@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from loss_data import ADAM, CONFIG, STEPS, some_data
+from loss_data import ADAM, CONFIG, STEPS, carry_out, some_data
 from tinker import types
 from tinker_clients import open_client
 
-from rlbench.service.service_records import CreateModel, ForwardBackward, LoraShape, OptimStep, OrderDone
+from rlbench.service.service_records import CreateModel, ForwardBackward, LoraShape, OptimStep
 from rlbench.service.tenant_adapters import read_adapter
-from rlbench.service.tenant_trainer import TenantTrainer
 from rlbench.service.tinker_service import serve_tinker
 from rlbench.service.token_losses import TOKEN_LOSSES
 
@@ -31,30 +30,16 @@ def client(service):
         yield opened
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    "A trainer in this process."
-    torch.set_num_threads(1)
-    return TenantTrainer("tiny")
-
-
 def client_datum(datum, names: tuple[str, ...]) -> types.Datum:
     "A datum as the client sends it, with the inputs that its loss needs."
     inputs = {name: datum.inputs[name] for name in ("target_tokens", *names)}
     return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=inputs)
 
 
-def carry_out(trainer, order) -> object:
-    "The value of an order's answer."
-    answer = trainer.answer(order)
-    assert isinstance(answer, OrderDone), answer
-    return answer.value
-
-
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_adapters_after_five_steps_equal_those_of_the_same_steps_done_directly(service, client, trainer, name):
+def test_adapters_after_five_steps_equal_those_of_the_same_steps_done_directly(service, client, tenant_trainer, name):
     remote = client.create_lora_training_client(base_model="tiny", rank=SHAPE.rank, seed=SHAPE.seed).result()
-    carry_out(trainer, CreateModel(0, name, SHAPE))
+    carry_out(tenant_trainer, CreateModel(0, name, SHAPE))
     config = CONFIG.get(name, {})
     adam = types.AdamParams(
         learning_rate=ADAM.learning_rate,
@@ -65,12 +50,12 @@ def test_adapters_after_five_steps_equal_those_of_the_same_steps_done_directly(s
         grad_clip_norm=ADAM.grad_clip_norm,
     )
     for step in range(STEPS):
-        data = some_data(trainer.policy, step)
+        data = some_data(tenant_trainer.policy, step)
         sent = [client_datum(datum, TOKEN_LOSSES[name].inputs) for datum in data]
         computed = remote.forward_backward(sent, name, loss_fn_config=config or None)
         stepped = remote.optim_step(adam)
-        direct = carry_out(trainer, ForwardBackward(1, name, data, name, config))
-        carry_out(trainer, OptimStep(2, name, ADAM))
+        direct = carry_out(tenant_trainer, ForwardBackward(1, name, data, name, config))
+        carry_out(tenant_trainer, OptimStep(2, name, ADAM))
         out = computed.result()
         assert out.metrics["loss:sum"] == pytest.approx(direct.metrics["loss:sum"], rel=1e-5)
         for ours, theirs in zip(direct.logprobs, out.loss_fn_outputs, strict=True):
@@ -78,15 +63,15 @@ def test_adapters_after_five_steps_equal_those_of_the_same_steps_done_directly(s
         stepped.result()
     remote.save_state(name).result()
     (folder,) = service.folder.glob(f"saved/*-{name}-*")
-    served, local = read_adapter(folder).weights, trainer.models[name].trained
+    served, local = read_adapter(folder).weights, tenant_trainer.models[name].trained
     apart = max(float((served[key] - tensor.detach()).abs().max()) for key, tensor in local.items())
     print(f"{name}: {apart:.1e} apart")
     assert served.keys() == local.keys() and apart < 1e-5
 
 
-def test_the_clients_own_loss_trains_like_the_same_loss_of_the_service(service, client, trainer):
+def test_the_clients_own_loss_trains_like_the_same_loss_of_the_service(service, client, tenant_trainer):
     "`forward_backward_custom`: the client differentiates, the service adds the gradient up."
-    data = some_data(trainer.policy, 0)
+    data = some_data(tenant_trainer.policy, 0)
     remote = client.create_lora_training_client(base_model="tiny", rank=SHAPE.rank, seed=SHAPE.seed).result()
     sent = [client_datum(datum, ("weights",)) for datum in data]
 
@@ -99,19 +84,19 @@ def test_the_clients_own_loss_trains_like_the_same_loss_of_the_service(service, 
 
     out = remote.forward_backward_custom(sent, importance_sampling).result()
     remote.optim_step(types.AdamParams(learning_rate=ADAM.learning_rate, eps=ADAM.eps)).result()
-    carry_out(trainer, CreateModel(0, "own", SHAPE))
-    direct = carry_out(trainer, ForwardBackward(1, "own", data, "importance_sampling", {}))
-    carry_out(trainer, OptimStep(2, "own", type(ADAM)(learning_rate=ADAM.learning_rate, eps=ADAM.eps)))
+    carry_out(tenant_trainer, CreateModel(0, "own", SHAPE))
+    direct = carry_out(tenant_trainer, ForwardBackward(1, "own", data, "importance_sampling", {}))
+    carry_out(tenant_trainer, OptimStep(2, "own", type(ADAM)(learning_rate=ADAM.learning_rate, eps=ADAM.eps)))
     assert out.metrics["custom_loss"] == pytest.approx(direct.metrics["loss:sum"], rel=1e-4)
     remote.save_state("own").result()
     (folder,) = service.folder.glob("saved/*-own-*")
-    served, local = read_adapter(folder).weights, trainer.models["own"].trained
+    served, local = read_adapter(folder).weights, tenant_trainer.models["own"].trained
     assert max(float((served[key] - tensor.detach()).abs().max()) for key, tensor in local.items()) < 1e-5
 
 
-def test_what_a_loss_cannot_be_computed_on_is_the_users_error_in_words(client, trainer):
+def test_what_a_loss_cannot_be_computed_on_is_the_users_error_in_words(client, tenant_trainer):
     remote = client.create_lora_training_client(base_model="tiny", rank=2).result()
-    sent = [client_datum(datum, ("logprobs", "advantages")) for datum in some_data(trainer.policy, 0)]
+    sent = [client_datum(datum, ("logprobs", "advantages")) for datum in some_data(tenant_trainer.policy, 0)]
     for loss, said in (("stable_reinforce", "importance_sampling"), ("cross_entropy", "weights")):
         with pytest.raises(Exception, match=said):
             remote.forward_backward(sent, loss).result()

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from patience import until
 from real_runs import processes_of
+from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
@@ -34,6 +35,7 @@ time.sleep(600)
 """
 TABLE = json.dumps({"kind": "function", "function": "solve", "wrap": WRAP, "tests": [{"expected": 1}]})
 CODED = {
+    **WITHOUT_MODEL,
     "steps": 100,
     "batch": 32,
     "group": 8,
@@ -68,7 +70,7 @@ class Scene:
         self.mounts = MOUNTS.read_text().count("\n")
         until((self.folder / "socket").exists, 90)
         with PoolClient.connect(self.folder) as client:
-            until(lambda: client.status().busy >= 4, 90)  # a model has to be loaded first
+            until(lambda: client.status().busy >= 4, 90)
             self.controller = psutil.Process(client.status().pid)
         least = 12 if tier == "bwrap-zygote" else 5
         until(lambda: len(self.guardian.children(recursive=True)) >= least, 30)  # each program starts two more

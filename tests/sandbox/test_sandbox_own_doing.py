@@ -15,6 +15,7 @@ import pytest
 from attacks import LIMITS
 from jailer import USERS
 from sandbox_runs import ANSWER, Quick
+from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
@@ -464,7 +465,7 @@ def assert_each_kind_failed_by_itself(verdicts, rollouts):
 
 @pytest.mark.parametrize("tier", ["landlock", "bwrap-zygote"])
 def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monkeypatch, tier):
-    "Twenty steps of a model, processes and sandboxes: books closed, and nothing masked."
+    "Twenty steps, processes and sandboxes: books closed, and nothing masked."
     monkeypatch.chdir(tmp_path)
     pool = {
         "sandbox.folder": str(tmp_path / "pool"),
@@ -486,6 +487,7 @@ def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monke
             reward="tests",
             alerts=False,
             max_tokens=8,
+            **WITHOUT_MODEL,
             **pool,
         )
         while run.state not in ("finished", "failed"):

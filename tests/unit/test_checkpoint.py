@@ -17,7 +17,6 @@ from small_loops import a_command, a_config
 from rlbench.base.ledger_reading import read_resumes, read_table
 from rlbench.base.run_files import read_json
 from rlbench.base.status import read_status, write_status
-from rlbench.bench.crashes import PHASES, SETTINGS, crash_run, untouched_digest
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import captured_functions, read_config
 from rlbench.loop.ending import FINISHED
@@ -316,20 +315,6 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
         assert driver.state.version == 8 and driver.state.config.temperature == temperature
         told = read_table(folder, "commands").filter(pl.col("knob") == "temperature")["status"].to_list()
         assert told == (["applied"] if temperature == 0.5 else ["applied", "lost"])
-
-
-@pytest.mark.slow
-def test_kill_9_in_three_phases(tmp_path):
-    "A real synchronous run, its run process or all of its processes killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
-    settings = SETTINGS | {"steps": 16, "batch": 16, "preflight": 0, "eval": []}
-    done = crash_run(2, PHASES, tmp_path, untouched_digest(tmp_path, settings), settings, seed=25)
-    assert (
-        [(kill.meant, kill.victim) for kill in done.kills]
-        == list(zip(PHASES, ("everything", "run process", "everything")))
-        and done.state == "finished"
-        and done.exact == done.books == ()
-        and done.equal
-    ), done
 
 
 def aged(folder: Path) -> Path:

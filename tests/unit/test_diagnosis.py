@@ -1,8 +1,6 @@
 """The verdict on learning: courses as real runs of the embedded policy have taken them, and what is said at each version."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.resources import files
 
@@ -14,7 +12,6 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.run_files import read_json
 from rlbench.base.status import read_status
 from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
-from rlbench.cli.progress import disk_text
 from rlbench.loop.guards import ALERTS, first_guards, remove_guard, short_names
 from rlbench.runtime.diagnosis import diagnose
 from rlbench.runtime.live_view import LiveView
@@ -307,17 +304,6 @@ def test_guards_have_short_names():
     assert list(names.values())[:4] == ["loss", "grad_norm", "ess", "kl_sampler"] and names["guard-1"] == "grad_norm-3"
     kept = remove_guard(watched, "grad_norm-3")
     assert [guard.id for guard in watched if guard not in kept] == ["guard-1"]
-
-
-def test_a_full_disk_is_visible_in_the_terminal(tmp_path):
-    assert disk_text(tmp_path) == ""
-    (tmp_path / "there").mkdir()
-    look = "from pathlib import Path; from rlbench.cli.progress import disk_text; print(disk_text(Path('there')))"
-    script = f'mount -t tmpfs -o size=256k none there && {sys.executable} -c "{look}"'
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=400
-    )
-    assert done.stdout.startswith("full: rows wait in memory"), done.stderr
 
 
 def test_the_recorded_runs_are_diagnosed_as_measured():

@@ -6,10 +6,7 @@ import polars as pl
 import pytest
 from opened_runs import MADE_UP, Tables, copy_made_up
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def response(task, place, version, runs, reward, **more):

@@ -8,10 +8,7 @@ from opened_runs import copy_made_up
 
 import rlbench as rl
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def first_trained(run: rl.Run) -> int:

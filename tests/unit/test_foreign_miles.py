@@ -4,10 +4,7 @@ import pytest
 import torch
 from opened_runs import MADE_UP, Tables, copy_made_up
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def append(path, *records):

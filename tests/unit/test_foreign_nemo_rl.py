@@ -1,6 +1,5 @@
 "Runs of NeMo-RL: rows of padded batches, validations, and scalars beside them."
 
-import json
 import shutil
 from pathlib import Path
 
@@ -29,12 +28,6 @@ def open_only(path: Path) -> Path:
     return cached_folder(found)
 
 
-def edit_lines(path: Path, edit) -> None:
-    "Replace each record of a file of lines by what `edit` makes of it."
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(edit(record)) + "\n" for record in records))
-
-
 def test_tables(run: Path) -> None:
     folder = open_only(run)
     steps = opened_table(folder, "steps")
@@ -53,7 +46,7 @@ def test_tables(run: Path) -> None:
 
 
 def test_masked(run: Path) -> None:
-    edit_lines(run / "train_data_step2.jsonl", lambda record: record | {"sample_loss_mask": [0.0]})
+    rewrite_lines(run / "train_data_step2.jsonl", lambda record: record | {"sample_loss_mask": [0.0]})
     rollouts = opened_table(open_only(run), "rollouts")
     assert set(rollouts.filter(step=2)["fate"]) == {"masked"}
 
@@ -78,7 +71,7 @@ def test_changed_copy(run: Path) -> None:
     (run / "train_data_step2.jsonl").rename(run / "train_data_step40.jsonl")
     (run / "train_data_step3.jsonl").unlink()
     (run / "val_data_step3.jsonl").unlink()
-    edit_lines(run / "train_data_step40.jsonl", lambda record: record | {"token_ids": None, "more": {"a": 1}})
+    rewrite_lines(run / "train_data_step40.jsonl", lambda record: record | {"token_ids": None, "more": {"a": 1}})
     with open(run / "train_data_step1.jsonl", "a") as file:
         file.write('{"content": [["17+25=", "4')
     folder = open_only(run)
@@ -89,7 +82,9 @@ def test_changed_copy(run: Path) -> None:
 
 def test_older_lines_without_tokens(run: Path) -> None:
     for path in run.glob("train_data_step*.jsonl"):
-        edit_lines(path, lambda record: {name: record[name] for name in ("content", "rewards", "input_lengths", "idx")})
+        rewrite_lines(
+            path, lambda record: {name: record[name] for name in ("content", "rewards", "input_lengths", "idx")}
+        )
     folder = open_only(run)
     assert opened_table(folder, "steps")["reward_mean"].to_list() == [0.75, 0.5, 0.625]
     assert not read_source(folder).has("tokens")

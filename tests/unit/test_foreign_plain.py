@@ -14,6 +14,8 @@ from rlbench.foreign.registry import find_foreign_runs, found_run_of_json
 from rlbench.foreign.source import read_source
 from rlbench.foreign.source_files import ForeignError
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 MAPPING = {"prompt": "question", "response": "answer_text", "reward": "judge.score", "step": "iteration"}
 RECORDS = [
     {
@@ -28,13 +30,6 @@ RECORDS = [
     for try_ in (1, 2)
 ]
 FLAT = {"prompt": "question", "response": "answer_text", "reward": "score", "step": "iteration"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A cache of its own."
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

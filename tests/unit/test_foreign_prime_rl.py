@@ -15,13 +15,10 @@ from rlbench.foreign.episodes import NodeRecord, branch_to, leaves_of, response_
 from rlbench.foreign.opening import refresh
 from rlbench.foreign.registry import find_foreign_runs
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 STEPS = [0.75, 0.5, 0.625]
 STREAM = "monitors/file/traces"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

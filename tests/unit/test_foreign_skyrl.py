@@ -9,10 +9,7 @@ from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.skyrl import unpickled_batch
 from rlbench.foreign.source_files import ForeignError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_the_example_has_its_means_groups_and_both_engines():

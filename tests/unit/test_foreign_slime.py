@@ -5,10 +5,7 @@ from opened_runs import MADE_UP, Tables, copy_made_up
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source_files import ForeignError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write(path, value):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from opened_runs import open_only
+from opened_runs import open_only, rewrite_lines
 
 from rlbench.foreign.opening import opened_table
 from rlbench.foreign.source import read_source
@@ -17,12 +17,6 @@ def run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "A copy of a made-up run."
     monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
     return Path(shutil.copytree(root / "tests/foreign/tinker_cookbook", tmp_path / "some run"))
-
-
-def edit_lines(path: Path, edit) -> None:
-    "Replace each record of a file of lines by what `edit` makes of it."
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(edit(record)) + "\n" for record in records))
 
 
 def test_tables(run: Path) -> None:
@@ -64,7 +58,7 @@ def test_only_metrics(run: Path) -> None:
 
 def test_texts_of_the_logtree(run: Path) -> None:
     for path in run.glob("iteration_*/*.jsonl"):
-        edit_lines(path, lambda record: {**record, "steps": [{**turn, "logs": {}} for turn in record["steps"]]})
+        rewrite_lines(path, lambda record: {**record, "steps": [{**turn, "logs": {}} for turn in record["steps"]]})
     rollouts = opened_table(open_only(run, "tinker-cookbook"), "rollouts")
     texts = rollouts.filter(pl.col("text").is_not_null())
     assert texts["k"].to_list() == [0, 0, 0] and texts["text"][0] == "7+5=12:42"
@@ -74,7 +68,7 @@ def test_texts_of_the_logtree(run: Path) -> None:
 def test_evaluation(run: Path) -> None:
     path = run / "iteration_000001/eval_held_out_rollout_summaries.jsonl"
     shutil.copyfile(run / "iteration_000001/train_rollout_summaries.jsonl", path)
-    edit_lines(path, lambda record: {**record, "split": "eval/held_out", "sampling_client_step": 1})
+    rewrite_lines(path, lambda record: {**record, "split": "eval/held_out", "sampling_client_step": 1})
     folder = open_only(run, "tinker-cookbook")
     assert opened_table(folder, "evals").row(0, named=True)["avg"] == 0.5
     assert opened_table(folder, "evals")["eval"].to_list() == ["held_out"]
@@ -103,7 +97,7 @@ def test_mutated(run: Path) -> None:
             del record["sampling_client_step"]
         return record
 
-    edit_lines(summaries, edit)
+    rewrite_lines(summaries, edit)
     summaries.write_text(summaries.read_text()[:-40])
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 9, "env/all/rew')

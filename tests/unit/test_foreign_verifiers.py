@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 from opened_runs import MADE_UP, Tables, kinds_under, rewrite_lines, tear_last_line
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 VERIFIERS = MADE_UP / "verifiers"
 EPISODES = VERIFIERS / "sums--tiny--bash--1a2b3c4d"
 RESULTS = VERIFIERS / "evals/sums--tiny/1a2b3c4d"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
 
 
 def test_both_kinds_are_recognised():

@@ -1,13 +1,12 @@
 """`rlbench gpu-check` on a CPU: each check fails when its subject is broken, results are kept, and the page says it all."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import broken_checks
 import pytest
+from broken_checks import APART, RUNS, ask_for_vllm
 from typer.testing import CliRunner
 
 from rlbench.base.run_files import read_json, write_json
@@ -17,18 +16,9 @@ from rlbench.bench.gpu_engine_checks import stays_near
 from rlbench.bench.gpu_records import CANNOT_RUN, FAILED, PASSED, CheckContext, CheckResult, CheckSighting, GpuCheck
 from rlbench.cli.main import app
 
-APART = ("ranks", "swap-vllm")  # broken in processes of their own
-ON_VLLM = ("engine-rate", "swap-vllm")
-RUNS = ("tiny-run", "resume", "split", "mismatch", "qwen3-0.6b-run")
 HERE = [name for name in broken_checks.BROKEN if name not in (*APART, *RUNS)]
 SETTINGS = {"model-run": {"model": "no-model"}, "qwen3-0.6b-memory": {"device": "cuda", "gpus": 1}}
 PASSES = [name for name in HERE if name not in ("engine-rate", "memory-plan", "trainer-speed", "tiny-run", *SETTINGS)]
-
-
-def ask_for_vllm(name: str, request: pytest.FixtureRequest) -> None:
-    "Skip what starts vLLM where no CPU build of it runs."
-    if name in ON_VLLM:
-        request.getfixturevalue("cpu_for_vllm")
 
 
 def test_every_check_that_a_cpu_can_run_is_broken_once():
@@ -51,22 +41,6 @@ def test_a_broken_subject_fails_its_check(name, tmp_path, monkeypatch, request):
 def test_a_whole_subject_passes(name, tmp_path, monkeypatch):
     result = broken_checks.result_of(name, tmp_path, monkeypatch, False)
     assert result.verdict == PASSED and not result.remedy, result
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_broken_run_fails_its_check(name, tmp_path, monkeypatch):
-    result = broken_checks.result_of(name, tmp_path, monkeypatch, True)
-    assert result.verdict == FAILED and result.remedy, result
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APART)
-def test_a_broken_subject_fails_its_check_in_another_process(name, tmp_path, request):
-    ask_for_vllm(name, request)
-    command = [sys.executable, broken_checks.__file__, name, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == FAILED, done.stderr[-2000:]
 
 
 def sees_nothing(context: CheckContext) -> CheckSighting:

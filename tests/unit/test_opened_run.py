@@ -21,6 +21,8 @@ from rlbench.views.light import run_light
 from rlbench.views.sinks import export_run, read_exported_run
 from rlbench.workbench.opened_run import OpenedRun, OpenedRuns
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 FOREIGN = Path(__file__).parents[1] / "foreign"
 VERL = FOREIGN / "verl"
 VERIFIERS = FOREIGN / "verifiers"
@@ -33,12 +35,6 @@ CARDS_OF = {
     "skyrl": "",
     "slime": "",
 }  # samples of one run: why its rollouts have no loss card, empty where they have one
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "Each test has a cache of its own."
-    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlbench.bench.mismatch import ARMS, bench_mismatch
 from rlbench.engines.drawing import draw_tokens
 from rlbench.engines.openai_client import cut_response
 from rlbench.engines.torch import TorchGenerator
@@ -30,7 +29,6 @@ from rlbench.records import (
     Segment,
     Task,
     join_masks,
-    pack_masks,
     prompt_segment,
     uniform_numbers,
 )
@@ -38,7 +36,6 @@ from rlbench.training.batch import demonstration_row, join_arrays, lay_out_rows,
 from rlbench.training.logprobs import packed_logprobs, shared_logprobs
 from rlbench.training.scoring_models import trace_rollouts
 from rlbench.training.trainer import Trainer, TrainerConfig
-from rlbench.views.loss_batch import read_batch, with_policy
 
 VOCABULARY, PROMPT = 64, [3, 4, 5, 6]
 SAMPLINGS = {
@@ -354,27 +351,3 @@ def test_the_draw_for_vllm_hands_its_masks_on():
     assert greedy.read_kept() is None and greedy.token_R.tolist() == logits_RV.argmax(-1).tolist()
     alone = draw_rows(logits_RV[:1].clone(), [rows[0]])
     assert alone.token_R[0] == drawn.token_R[0] and alone.logprob_R[0] == drawn.logprob_R[0]
-
-
-@pytest.mark.slow
-def test_a_live_control_stays_at_rounding_under_top_p(tmp_path):
-    "Weights at rest and top_p = 0.8: every token's log-probability is the trainer's, and a stored rollout's is that of the saved policy."
-    done = bench_mismatch(
-        tmp_path,
-        3,
-        ("torch",),
-        {"control": ARMS["control"] | {"batch": 64, "reference": "start", "kl": "k3", "kl_weight": 0.1}},
-        top_p=0.8,
-    )
-    (control,) = done.arms
-    assert (
-        done.top_p == 0.8
-        and control.worst < 1e-3
-        and done.control_mean_diff["torch"] < 1e-5
-        and min(control.ess) > 0.9999
-    )
-    (folder,) = (tmp_path / "runs").iterdir()
-    batch = read_batch(folder, 0)
-    for before, after in zip(batch.rollouts, with_policy(batch).rollouts):
-        assert before.rollout.sampling_mask is not None and pack_masks(before.rollout.sampling_mask.sets) is not None
-        assert np.nanmax(np.abs(before.start_N - after.start_N)) < 1e-3

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from loss_data import ADAM, CONFIG, STEPS, some_data
+from loss_data import ADAM, CONFIG, STEPS, carry_out, some_data
 
 from rlbench.models.model import load_policy
 from rlbench.service.service_records import (
@@ -12,25 +12,9 @@ from rlbench.service.service_records import (
     ForwardBackward,
     LoraShape,
     OptimStep,
-    OrderDone,
     OrderFailed,
 )
-from rlbench.service.tenant_trainer import TenantTrainer
 from rlbench.service.token_losses import TOKEN_LOSSES
-
-
-@pytest.fixture(scope="module")
-def trainer():
-    "One trainer for all losses."
-    torch.set_num_threads(1)
-    return TenantTrainer("tiny")
-
-
-def carry_out(trainer, order):
-    "The value of an order's answer."
-    answer = trainer.answer(order)
-    assert isinstance(answer, OrderDone), answer
-    return answer.value
 
 
 def plain_loss(name: str, p: torch.Tensor, datum: Datum, config: dict) -> torch.Tensor:
@@ -82,78 +66,79 @@ def plain_training(name: str, start: dict[str, torch.Tensor], rank: int) -> dict
 
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_adapters_after_five_steps_equal_plain_torch(trainer, name):
+def test_adapters_after_five_steps_equal_plain_torch(tenant_trainer, name):
     shape = LoraShape(rank=8, seed=3, unembed=True)
-    carry_out(trainer, CreateModel(0, name, shape))
-    start = {key: tensor.detach().clone() for key, tensor in trainer.models[name].trained.items()}
+    carry_out(tenant_trainer, CreateModel(0, name, shape))
+    start = {key: tensor.detach().clone() for key, tensor in tenant_trainer.models[name].trained.items()}
     for step in range(STEPS):
-        data = some_data(trainer.policy, step)
+        data = some_data(tenant_trainer.policy, step)
         for part in (data[:3], data[3:]):  # two requests accumulate
-            carry_out(trainer, ForwardBackward(1, name, part, name, CONFIG.get(name, {})))
-        carry_out(trainer, OptimStep(2, name, ADAM))
+            carry_out(tenant_trainer, ForwardBackward(1, name, part, name, CONFIG.get(name, {})))
+        carry_out(tenant_trainer, OptimStep(2, name, ADAM))
     expected = plain_training(name, start, shape.rank)
-    trained = {key: tensor.detach() for key, tensor in trainer.models[name].trained.items()}
+    trained = {key: tensor.detach() for key, tensor in tenant_trainer.models[name].trained.items()}
     apart = max(float((expected[key].detach() - tensor).abs().max()) for key, tensor in trained.items())
     moved = max(float((start[key] - tensor).abs().max()) for key, tensor in trained.items())
     print(f"{name}: {apart:.1e} apart after moving by {moved:.1e}")
     assert apart < 1e-5 < moved / 100
 
 
-def test_a_custom_loss_is_forward_only_and_then_cross_entropy(trainer):
+def test_a_custom_loss_is_forward_only_and_then_cross_entropy(tenant_trainer):
     "What the client does for a loss of its own: log-probabilities, its gradient, and weights of minus that gradient."
-    data = some_data(trainer.policy, 0)
+    data = some_data(tenant_trainer.policy, 0)
     for model in ("custom", "direct"):
-        carry_out(trainer, CreateModel(0, model, LoraShape(rank=4, seed=1)))
+        carry_out(tenant_trainer, CreateModel(0, model, LoraShape(rank=4, seed=1)))
     zero = tuple(Datum(d.tokens, {**d.inputs, "weights": np.zeros_like(d.inputs["weights"])}) for d in data)
-    forward = carry_out(trainer, ForwardBackward(1, "custom", zero, "cross_entropy", {}, forward_only=True))
-    assert all(tensor.grad is None for tensor in trainer.models["custom"].trained.values())
+    forward = carry_out(tenant_trainer, ForwardBackward(1, "custom", zero, "cross_entropy", {}, forward_only=True))
+    assert all(tensor.grad is None for tensor in tenant_trainer.models["custom"].trained.values())
     weighted = []
     for datum, logprobs in zip(data, forward.logprobs):
         p = torch.as_tensor(logprobs).requires_grad_()
         plain_loss("importance_sampling", p, datum, {}).backward()
         weighted.append(Datum(datum.tokens, {**datum.inputs, "weights": -p.grad.numpy()}))
-    carry_out(trainer, ForwardBackward(2, "custom", tuple(weighted), "cross_entropy", {}))
-    carry_out(trainer, ForwardBackward(3, "direct", data, "importance_sampling", {}))
-    for key, tensor in trainer.models["direct"].trained.items():
-        assert torch.allclose(tensor.grad, trainer.models["custom"].trained[key].grad, rtol=1e-4, atol=1e-5)
+    carry_out(tenant_trainer, ForwardBackward(2, "custom", tuple(weighted), "cross_entropy", {}))
+    carry_out(tenant_trainer, ForwardBackward(3, "direct", data, "importance_sampling", {}))
+    for key, tensor in tenant_trainer.models["direct"].trained.items():
+        assert torch.allclose(tensor.grad, tenant_trainer.models["custom"].trained[key].grad, rtol=1e-4, atol=1e-5)
 
 
-def test_stable_reinforce_is_refused_or_said_to_be_another_loss(trainer):
-    data = some_data(trainer.policy, 0)
-    carry_out(trainer, CreateModel(0, "stable", LoraShape(rank=2)))
-    refused = trainer.answer(ForwardBackward(1, "stable", data, "stable_reinforce", {"kl_coeff": 0.1}))
+def test_stable_reinforce_is_refused_or_said_to_be_another_loss(tenant_trainer):
+    data = some_data(tenant_trainer.policy, 0)
+    carry_out(tenant_trainer, CreateModel(0, "stable", LoraShape(rank=2)))
+    refused = tenant_trainer.answer(ForwardBackward(1, "stable", data, "stable_reinforce", {"kl_coeff": 0.1}))
     assert isinstance(refused, OrderFailed) and refused.fault == "user"
     assert 'loss_fn="importance_sampling"' in refused.message
-    trainer.stand_in = True
+    tenant_trainer.stand_in = True
     try:
-        out = carry_out(trainer, ForwardBackward(2, "stable", data, "stable_reinforce", {"kl_coeff": 0.1}))
+        out = carry_out(tenant_trainer, ForwardBackward(2, "stable", data, "stable_reinforce", {"kl_coeff": 0.1}))
     finally:
-        trainer.stand_in = False
-    cispo = carry_out(trainer, ForwardBackward(3, "stable", data, "cispo", {}, forward_only=True))
+        tenant_trainer.stand_in = False
+    cispo = carry_out(tenant_trainer, ForwardBackward(3, "stable", data, "cispo", {}, forward_only=True))
     assert out.metrics["stable_reinforce_computed_as_cispo:max"] == 1
     assert out.metrics["loss:sum"] == pytest.approx(cispo.metrics["loss:sum"])
 
 
-def test_a_request_that_fails_leaves_gradients_and_weights_as_they_were(trainer):
-    data = some_data(trainer.policy, 0)
-    carry_out(trainer, CreateModel(0, "hurt", LoraShape(rank=2)))
-    carry_out(trainer, ForwardBackward(1, "hurt", data, "ppo", {}))
-    model = trainer.models["hurt"]
+def test_a_request_that_fails_leaves_gradients_and_weights_as_they_were(tenant_trainer):
+    data = some_data(tenant_trainer.policy, 0)
+    carry_out(tenant_trainer, CreateModel(0, "hurt", LoraShape(rank=2)))
+    carry_out(tenant_trainer, ForwardBackward(1, "hurt", data, "ppo", {}))
+    model = tenant_trainer.models["hurt"]
     before = {key: (tensor.detach().clone(), tensor.grad.clone()) for key, tensor in model.trained.items()}
     huge = {**data[-1].inputs, "advantages": np.full_like(data[-1].inputs["advantages"], 3e38)}
     bad = (*data[:-1], Datum(data[-1].tokens, huge))
-    failed = trainer.answer(ForwardBackward(2, "hurt", bad, "importance_sampling", {}))
+    failed = tenant_trainer.answer(ForwardBackward(2, "hurt", bad, "importance_sampling", {}))
     assert isinstance(failed, OrderFailed) and failed.fault == "user" and "not" in failed.message
     for key, (weights, gradient) in before.items():
         assert torch.equal(weights, model.trained[key]) and torch.equal(gradient, model.trained[key].grad)
 
 
-def test_metrics_of_parts_join_to_those_of_the_whole(trainer):
+def test_metrics_of_parts_join_to_those_of_the_whole(tenant_trainer):
     "The client cuts a large request into chunks and adds their metrics up."
-    data = some_data(trainer.policy, 1)
-    carry_out(trainer, CreateModel(0, "parts", LoraShape(rank=2)))
+    data = some_data(tenant_trainer.policy, 1)
+    carry_out(tenant_trainer, CreateModel(0, "parts", LoraShape(rank=2)))
     whole, one, two = (
-        carry_out(trainer, ForwardBackward(1, "parts", part, "ppo", {}, True)) for part in (data, data[:5], data[5:])
+        carry_out(tenant_trainer, ForwardBackward(1, "parts", part, "ppo", {}, True))
+        for part in (data, data[:5], data[5:])
     )
     for name, value in whole.metrics.items():
         joined = max if name.endswith(":max") else sum

@@ -43,9 +43,15 @@ def journal(driver, status: str = "applied") -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def swapped(tmp_path_factory):
-    "A run with all swaps, which was the same when it was run twice."
-    return twice(tmp_path_factory.mktemp("swapped"), SHORT, SWAPS)
+def folders(tmp_path_factory):
+    "A folder for the runs with all swaps, and for what is left of one that is killed after them."
+    return tmp_path_factory.mktemp("swapped")
+
+
+@pytest.fixture(scope="module")
+def swapped(folders):
+    "A run with all swaps, which was the same when it was run twice; of the second run, `killed` is kept."
+    return twice(folders, SHORT, SWAPS, copies=lambda first: {int(0.8 * first.state.seq): folders / "killed"})
 
 
 @pytest.mark.slow
@@ -75,18 +81,12 @@ def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path, swappe
 
 
 @pytest.mark.slow
-def test_a_swap_survives_a_resume(tmp_path, swapped):
+def test_a_swap_survives_a_resume(folders, swapped):
     "Killed after the swaps and taken up again: the run that nobody touched, its objective among it."
-    killed = tmp_path / "killed"
-    first = a_run(tmp_path / "first", SHORT, {int(0.8 * swapped.state.seq): killed}, told=list(SWAPS))
-    drive(first)
-    resumed = taken_up(killed)
+    resumed = taken_up(folders / "killed")
     drive(resumed)
     check_resumed(resumed)
-    assert (
-        resumed.state.digest == swapped.state.digest == first.state.digest
-        and resumed.state.config.loss == swapped.state.config.loss
-    )
+    assert resumed.state.digest == swapped.state.digest and resumed.state.config.loss == swapped.state.config.loss
     columns = ["version", "loss", "entropy_weight", "ess"]
     assert read_table(resumed.folder, "steps", columns).equals(read_table(swapped.folder, "steps", columns))
 

@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 import pytest
+from inline import inline_run
 
 import rlbench as rl
 from rlbench.advantage import expected_zero_advantage, fit_solve_beta, zero_advantage_of_beta
@@ -17,6 +18,7 @@ def drawn_counts(a: float, b: float, tasks: int, tries: int, draws: int):
     return random.binomial(tries, random.beta(a, b, (draws, tasks)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a, b", [(0.2, 0.2), (0.1, 0.15), (0.3, 3.0), (1.0, 1.0), (2.0, 2.0), (2.0, 8.0), (5.0, 5.0)])
 def test_the_share_is_right_and_its_interval_covers(a, b):
     "48 tasks with 8 tries, from U-shaped to narrow: 95 % intervals cover in 200 draws as often as chance allows, and the mean estimate is near the truth."
@@ -28,6 +30,7 @@ def test_the_share_is_right_and_its_interval_covers(a, b):
     assert (found[:, 1] <= found[:, 0]).all() and (found[:, 0] <= found[:, 2]).all()
 
 
+@pytest.mark.slow
 def test_what_a_prior_for_each_task_got_wrong():
     "Middling tasks: 3.5 % and not 12 %. U-shaped ones: 56 % and not 41 %."
     for shape, prior_said, truth in (((2, 2), 0.117, 0.035), ((0.2, 0.2), 0.41, 0.556)):
@@ -118,6 +121,7 @@ def test_the_tiny_policy_s_share_is_a_few_percent():
     ), (drawn, fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a, b", [(0.2, 0.2), (2.0, 2.0)])
 def test_few_tasks_give_a_wide_interval_that_covers(a, b):
     found = np.array([expected_zero_advantage(right, [4] * 8, GROUP) for right in drawn_counts(a, b, 8, 4, 150)])
@@ -155,20 +159,15 @@ def test_the_fit_finds_the_distribution():
 
 def test_a_run_says_the_interval(tmp_path):
     "The preflight's row holds the interval, its words say it, and other evaluations have neither."
-    run = rl.run(
-        {
-            "generator": "scripted",
-            "clock": "virtual",
-            "steps": 1,
-            "group": 4,
-            "batch": 16,
-            "preflight": 12,
-            "preflight_k": 4,
-            "eval": [{"count": 6, "every": 1}],
-        },
-        runs=tmp_path,
-    )
-    run.wait(400)
+    table = {
+        "steps": 1,
+        "group": 4,
+        "batch": 16,
+        "preflight": 12,
+        "preflight_k": 4,
+        "eval": [{"count": 6, "every": 1}],
+    }
+    run = rl.Run(inline_run(tmp_path, "a", table).folder)
     row = run.evals.filter(pl.col("eval") == "preflight").row(0, named=True)
     assert 0 <= row["zero_advantage_low"] <= row["zero_advantage"] <= row["zero_advantage_high"] <= 1
     words = preflight_in_words(row, run.config.band, run.config.group)

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given
 from inline import check_books, inline_run
+from properties import RANDOMS, examples
 from steered_runs import asked, journal
 
 import rlbench as rl
@@ -23,7 +25,7 @@ from rlbench.reward import exact
 from rlbench.runtime.steer import in_force
 from rlbench.views.rescore import give_function, rescore
 
-GROUPS = range(60)
+SEEDS = range(60)  # of groups
 
 
 def a_group(seed: int, count: int | None = None) -> tuple[np.ndarray, GroupFacts]:
@@ -43,12 +45,13 @@ def some(known: GroupFacts, order) -> GroupFacts:
 
 
 @pytest.mark.parametrize("name", SHAPINGS)
-@pytest.mark.parametrize("seed", GROUPS)
-def test_order_and_missing_rewards_do_not_matter(name, seed):
+@examples(100)
+@given(r=RANDOMS)
+def test_order_and_missing_rewards_do_not_matter(name, r):
     "Members in another order get the same rewards; one without a reward gets none, and takes no part in anybody else's."
-    shaping, (rewards_R, known) = SHAPINGS[name], a_group(seed)
+    shaping, (rewards_R, known) = SHAPINGS[name], a_group(r.randrange(10**9))
     shaped_R = shape_rewards(shaping, rewards_R, known)
-    order = np.random.default_rng(seed + 1000).permutation(len(rewards_R))
+    order = r.sample(range(len(rewards_R)), len(rewards_R))
     assert np.allclose(shape_rewards(shaping, rewards_R[order], some(known, order)), shaped_R[order], equal_nan=True)
     judged = ~np.isnan(rewards_R)
     assert np.isnan(shaped_R[~judged]).all()
@@ -73,7 +76,7 @@ def test_edges(name):
 
 def test_a_price_on_length_never_pays_for_it():
     "Of two members that differ in length alone, the longer one is never worth more."
-    for seed in GROUPS:
+    for seed in SEEDS:
         rewards_R, known = a_group(seed, 6)
         rewards_R[:2], known.correct_R[:2], known.truncated_R[:2], known.turns_R[:2] = (
             1.0 * (seed % 2),
@@ -94,6 +97,7 @@ def tables(driver) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     return tuple(read_table(driver.folder, name) for name in ("groups", "rollouts", "steps"))
 
 
+@pytest.mark.slow
 def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
     "The filter sees shaped rewards: Kimi's length reward keeps what the verdicts alone would throw away."
     plain, kimi = (inline_run(tmp_path, name, SCRIPTED | {"shaping": name}) for name in ("none", "kimi_length"))
@@ -109,6 +113,7 @@ def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
     assert "trained" in set(groups.filter(pl.col("solved") == 0)["fate"])  # wrong ones pay for length, too
 
 
+@pytest.mark.slow
 def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
     "A response that was cut off ends as masked though its group is trained; a group with fewer than two others is filtered."
     for staleness in (0, 1):
@@ -137,6 +142,7 @@ def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filter", ["zero_advantage", "band", "none"])
 def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path, filter):
     "Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget of tokens is spent."
@@ -150,6 +156,7 @@ def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path
     assert filter == "none" or driver.state.phase == "failed" and "left no reward" in driver.state.reason
 
 
+@pytest.mark.slow
 def test_another_shaping_takes_effect_at_a_version_and_is_journalled(tmp_path):
     "Swapped twice in one run; groups that waited under the old one are judged under the new one; a run told the same is the same."
     told = [
@@ -302,6 +309,7 @@ def test_rewards_of_steps_travel_with_the_judgement():
     assert judge_rollout(answered(":42"), exact, STEP_REWARDS["steps"]).steps == ()
 
 
+@pytest.mark.slow
 def test_rewards_of_steps_reach_the_table(tmp_path):
     "A real policy with a reward of steps: every stored value is the sum of its parts, and steps lie inside the response."
     table = {"generator": "torch", "model": "tiny", "reward": "mixed", "filter": "none"}

@@ -1,6 +1,6 @@
 """Drawn configurations and commands: each is refused by name or runs to its end with closed books; and what the drawing has found.
 
-More of them by hand: `python tests/fuzz.py 2000` (about ten minutes), which prints how many were refused, ran and do not hold.
+More of them by hand: `python tests/helpers/fuzz.py 2000` (about ten minutes), which prints how many were refused, ran and do not hold.
 """
 
 import json
@@ -51,10 +51,12 @@ def ended(tmp_path_factory):
     assert {"done", "refused"} <= set(ends), ends
 
 
+@pytest.mark.slow
 def test_drawn_configurations(ended):
     FEW(given(cases(0))(ended))()
 
 
+@pytest.mark.slow
 def test_drawn_commands(ended):
     FEW(given(cases(8))(ended))()
 
@@ -169,6 +171,7 @@ def test_a_partial_longer_than_its_new_script_ends_with_the_next_token():
     assert result.reason is StopReason.STOP and result.segment.tokens[-1] == 0 and result.decode_tokens == 1
 
 
+@pytest.mark.slow
 def test_responses_that_get_shorter_while_partials_wait(tmp_path):
     "The whole run that ended with an error of shapes."
     assert (

@@ -1,9 +1,9 @@
 """Drawn configurations and commands, run in this process on the virtual clock, and what has to hold for each.
 
-`python tests/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures, and a block for each case that does not hold.
+`python tests/helpers/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures, and a block for each case that does not hold.
 A case is drawn from the configuration's own schema: every knob with both of its ends, what lies outside, and what is no number at all.
 
-`python tests/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands: 1508 done, 402 refused,
+`python tests/helpers/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands: 1508 done, 402 refused,
 46 checked, 29 failed, 15 refused by an actor; 0 do not hold. ("failed": the run ended itself with a named reason, its books closed.)
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent))
 from inline import check_books
 from pydantic import BaseModel
 
