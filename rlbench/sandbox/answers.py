@@ -11,7 +11,8 @@ __all__ = ['LONGEST', 'NODES', 'Tree', 'COLLIDE', 'RULES', 'tag_value', 'Bad', '
 #
 # What always holds:
 #   * A value carries the name of its exact type; a subclass is another type, a bool is no int.
-#   * Two trees are equal if and only if the values are. No hash and no method of a value is ever called.
+#   * Two trees are equal if and only if types and bits of the values are: 1 is not 1.0, 0.0 is not -0.0, NaN is NaN.
+#     No hash and no method of a value is ever called.
 #   * Whatever a line contains, reading it gives a tree or raises `Bad`.
 #   * Numbers travel as hex: reading takes time in proportion to the length, and no digit is lost.
 #

@@ -118,7 +118,8 @@ class Controller:
     alone_since: float = 0.0
     flushed: float = 0.0
     swept: float = 0.0
-    rows: int = 0
+    rows: int = 0  # kept since the last flush that succeeded
+    dropped: int = 0  # of those that came while the disk was full
     full: bool = False
     stop: str = ""
 
@@ -127,9 +128,10 @@ class Controller:
         return time.monotonic() - self.began - self.stood
 
     def note(self, table: str, **cells) -> None:
-        "Keep a row. While the disk is full a limited number waits in memory, the rest is counted and dropped."
+        "Keep a row. While the disk is full `MOST_ROWS` wait in memory; others are dropped, and the log says how many."
         self.rows += 1
         if self.full and self.rows > MOST_ROWS:
+            self.dropped += 1
             return
         try:
             self.ledger.append(table, at=self.now(), clock=time.time(), **cells)
@@ -211,7 +213,7 @@ def obey_client(controller: Controller, client: ClientConnection, message: Mappi
             lifetime=float(message.get("lifetime_s", 600.0)),
         )
         if do not in KINDS or job.program != bool(job.order.program) or not job.lifetime > 0:
-            raise Fault(End.PROTOCOL_ERROR, f"{do!r} is no order, or a field is missing")
+            raise Fault(End.PROTOCOL_ERROR, f"{do!r} is no order of {sorted(KINDS)}, or one of its fields is missing")
         desks.take_job(desk, job, now)
 
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-tell
@@ -300,7 +302,12 @@ def flush_rows(controller: Controller) -> None:
     "Write rows. A full disk is tried again, and stops nothing."
     try:
         controller.ledger.flush()
-        controller.full, controller.rows = False, 0
+        if controller.dropped:
+            print(
+                f"ledger: the disk has room again; {controller.dropped} rows were dropped", file=sys.stderr, flush=True
+            )
+        controller.full = False
+        controller.rows = controller.dropped = 0
     except OSError as error:
         if not controller.full:
             with suppress(OSError):  # the log may be on the same disk

@@ -11,7 +11,8 @@ __all__ = ['CALLS', 'SIGNALS', 'PROCESSES', 'REFUSED', 'SETUP', 'SETUP_OPTIONS',
 # Filters of system calls (seccomp): the lists, how they become instructions, and the kept instructions.
 #
 # What always holds:
-#   * What is not on a list is refused with ENOSYS, system calls of future kernels included.
+#   * Calls in `REFUSED` fail with EPERM, all others that are not listed with ENOSYS, those of future kernels included.
+#     The filter of a child only takes calls away.
 #   * A program can make no socket to the outside, no namespace, no mount, no trace of another process.
 #   * Memory that is shared and in no file is refused to programs: nobody could count it.
 #   * A call under another architecture's number kills the process.
@@ -80,7 +81,10 @@ def make_filter(profile: str, machine: str) -> bytes:
         made = sc.SyscallFilter(sc.ALLOW)
     else:
         made = sc.SyscallFilter(sc.ERRNO(38))  # ENOSYS
-    arch = {"x86_64": sc.Arch.X86_64, "aarch64": sc.Arch.AARCH64}[machine]
+    known = {"x86_64": sc.Arch.X86_64, "aarch64": sc.Arch.AARCH64}
+    if machine not in known:
+        raise ValueError(f"machine: {machine!r} has no filter; there are those of {' and '.join(known)}")
+    arch = known[machine]
     if arch != sc.system_arch():
         made.remove_arch(sc.Arch.NATIVE)
         made.add_arch(arch)
@@ -104,7 +108,14 @@ def add_child_rules(sc, made, profile: str) -> None:
     made.add_rule(sc.ERRNO(12), "mmap", sc.Arg(3, sc.MASKED_EQ, SHARED | ANONYMOUS, SHARED | ANONYMOUS))
 
 # %% ../../nbs/sandbox/12_filters.ipynb #jail-generate-list
-FILE_COMMANDS = (*range(8), 36, 37, 38, 1030, 1032)  # copies, flags, locks; not who hears of events, nor a pipe's size
+FILE_COMMANDS = (
+    *range(8),
+    36,
+    37,
+    38,
+    1030,
+    1032,
+)  # copies, flags, locks, the size of a pipe; sets neither that size nor an owner
 TERMINAL_QUESTIONS = (
     0x5401,
     0x5413,

@@ -176,7 +176,7 @@ def _ask_checker(bench: Grading, task: CodeTask, calls: Sequence[tuple]) -> list
 
 def reference_fails(bench: Grading, task: CodeTask) -> bool:
     """True if the grader stumbles over the task's own solution, too. Without a solution it cannot be told, and the
-    answer is to blame."""
+    answer is to blame. Raises the Fault of a machine that fails meanwhile."""
     if bench.known_good or not task.reference:
         return bench.known_good
     if task.kind == "repository":
@@ -186,8 +186,21 @@ def reference_fails(bench: Grading, task: CodeTask) -> bool:
     try:
         GRADERS[task.kind](replace(bench.apart(), known_good=True), task, solution)
         return False
+    except Fault as fault:
+        if fault.end.of_model or fault.end is End.GRADER_ERROR:
+            return True
+        raise
     except Exception:
         return True
+
+
+def _end_of_stumble(bench: Grading, task: CodeTask) -> End:
+    """Whose fault it was that the grader stumbled: `unusable` if it stumbles over what came back and not over the
+    task's own solution, `grader_error` if over both, the machine's end if the machine fails meanwhile."""
+    try:
+        return End.GRADER_ERROR if reference_fails(bench, task) else End.UNUSABLE
+    except Fault as fault:
+        return fault.end
 
 
 def digest_of_code(text: str) -> str:
@@ -435,7 +448,7 @@ WORDS = {
 }
 FAST = 0.2  # part of the reference's CPU seconds below which a program is suspiciously fast
 DEAR = 10.0  # part of the reference's CPU seconds above which it is suspiciously dear
-SLOW = 0.05  # CPU seconds of the reference below which nothing is said
+SLOW = 0.05  # CPU seconds: a reference that takes less makes no program `fast`, and counts as this much for `dear`
 
 
 def signs_in(code: str) -> list[str]:
@@ -466,10 +479,9 @@ def grade(
     seed: int = 0,
     rule: str = "all",
     fresh: bool = False,
-    reference_cpu_s: float = 0.0,
 ) -> Verdict:
-    """Judge a program, or the changes to a project, by a task. `fresh`: a sandbox for each test; `reference_cpu_s`:
-    what the reference took. Never raises for what the code or the machine does; ValueError for an unknown rule."""
+    """Judge a program, or the changes to a project, by a task. `fresh`: a sandbox for each test. Never raises for what
+    the code or the machine does; ValueError for an unknown rule."""
     score_of((CheckedTest("", True),), rule)
     bench = Grading(runner, limits, seed, fresh)
     text = _text_of(code)
@@ -482,16 +494,14 @@ def grade(
         end, message = fault.end.value, fault.message
     except Exception as error:
         message = f"the grader stumbled: {type(error).__name__}: {error}"[:300]
-        if reference_fails(bench, task):
-            end = End.GRADER_ERROR.value
-        else:  # over what came back, and over nothing else
-            end = End.UNUSABLE.value
+        end = _end_of_stumble(bench, task).value
+        if end == End.UNUSABLE.value:
             checks = [CheckedTest(test.id, False, message[:200], test.weight) for test in task.tests]
             score = 0.0
             passed = False
             bench.signs.append("stumble")
     ends = tuple(e.end.value for e in bench.done)
-    found = Verdict(
+    return Verdict(
         score,
         passed,
         tuple(checks),
@@ -507,7 +517,6 @@ def grade(
         **_usage_of(bench.done),
         message=message,
     )
-    return mark_unusual_cost(found, reference_cpu_s)
 
 # %% ../../nbs/sandbox/29_grade.ipynb #grade-grade-part-2
 def _usage_of(done: Sequence[Execution]) -> dict:

@@ -136,15 +136,25 @@ def _read_test(table: object, number: int, kind: str, literal: bool) -> Test:
             raise ValueError(f"{where}: has no stdout; write what the program should print")
         stdin = _get_field(table, "stdin", str, "", where)
         return Test(id, stdin=stdin, stdout=_get_field(table, "stdout", str, "", where), weight=weight)
-    args = table.get("args", [])
-    args = list(read_literal(args)) if literal and isinstance(args, str) else args
-    if not isinstance(args, list):
-        raise ValueError(f"{where}: args is {args!r:.60}; write a list with one entry for each argument")
+    args = _arguments_in(table, literal, where)
     trees = tuple(_tree_in_field(value, False, f"{where}: args") for value in args)
     expected = None
     if "expected" in table:
         expected = _tree_in_field(table["expected"], literal, f"{where}: expected")
     return Test(id, trees, expected, _get_field(table, "raises", str, "", where), weight=weight)
+
+
+def _arguments_in(table: Mapping, literal: bool, where: str) -> Sequence:
+    "The arguments of a call; with `literal` they may be a text of Python. ValueError naming the field."
+    args = table.get("args", [])
+    if literal and isinstance(args, str):
+        try:
+            args = read_literal(args)
+        except ValueError as error:
+            raise ValueError(f"{where}: args: {error}") from None
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"{where}: args is {args!r:.60}; write a list with one entry for each argument")
+    return args
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-read-task
 _FIELDS = {

@@ -255,10 +255,10 @@ def spec_of(table: Mapping) -> PoolSpec:
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-status
 @dataclass(frozen=True)
 class PoolStatus:
-    """A pool now. `workers` that are ready of those it should have; `starting`: sandboxes and workers under way;
-    `ready`: running places that are free; `busy`: programs running; `idle`: open sandboxes in which none runs; `lost`:
-    workers and sandboxes so far;
-    `waiting`: programs and sandboxes not yet admitted; `armed`: children waiting for a program. So far: executions
+    """A pool now. `workers`: those that run programs; `wanted`: how many there should be; `starting`: sandboxes and
+    workers under way; `ready`: free places for programs in those workers; `busy`: programs running; `idle`: open
+    sandboxes in which none runs; `lost`: workers and sandboxes so far; `waiting`: programs and sandboxes that are not
+    admitted yet; `armed`: children waiting for a program. So far: executions
     answered, by end (`outcomes`), the share that a waiting child took (`warm`), attempts tried again, run alone,
     hedged, leases that were over, processes of dead controllers that were ended (`swept`).
     `latency`: phase -> (median, 99th percentile) in s of starts; `slowest`: the ten slowest starts as (seconds,

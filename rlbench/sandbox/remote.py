@@ -13,11 +13,11 @@ __all__ = ['REFUSED', 'SPARE_S', 'ACCOUNT_SECONDS', 'RUNNER', 'token_of', 'ask_s
 #   * A refusal becomes the end that it means: 401 and 403 `auth`, 402 and 429 `quota`, no answer `backend_lost`.
 #   * An answer that cannot be read is `protocol_error`, never a verdict on the program.
 #   * The token is read from the environment when the worker starts, and is written nowhere.
-#   * Each order has a deadline: the program's own limit and 15 s.
+#   * Each order has a deadline: the program's own limit and `SPARE_S`, or twice that for SandboxFusion, which starts a
+#     runner first.
 #
 # SandboxFusion has no sessions; its programs run below a small runner that gives CPU time, memory and calls. The
-# runner is
-# in the program's reach: what it says counts only if it has the right form.
+# runner is in the program's reach: what it says counts only if it has the right form.
 import json
 import os
 import socket

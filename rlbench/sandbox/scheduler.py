@@ -535,5 +535,5 @@ def close_desk(desk: Desk, why: str, now: float) -> list[tuple[int, int, Reply]]
 
 
 def workers_of(desk: Desk) -> Iterator[SandboxWorker]:
-    "The workers that are ready or starting."
+    "The workers of all seats: those that start, are ready, or end after what they run."
     return (seat.worker for seat in desk.seats)

@@ -11,7 +11,8 @@ __all__ = ['OF_MODEL', 'NEEDS_WITNESS', 'KNOWN_GOOD', 'MARK', 'End', 'Fault', 'T
 #
 # What always holds:
 #   * Every end belongs to the model or to the machine (`End.of_model`). Only an end of the model is judged.
-#   * An end of the machine needs a witness: the kernel, or a known-good program that fails in the same place.
+#   * Three ends count as the machine's only with a witness, a known-good program that fails in the same place
+#     (`NEEDS_WITNESS`).
 #   * A worker answers each order once, and never blocks whoever asks.
 #   * Records travel as JSON with bytes in base 64. Nothing is ever unpickled.
 #

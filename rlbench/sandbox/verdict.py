@@ -209,7 +209,7 @@ def _first_failure(verdict: Verdict) -> str:
 # %% ../../nbs/sandbox/27_verdict.ipynb #grade-suspect
 ZEROS = 64  # verdicts of zero in a row after which a canary runs
 CALM = 16  # verdicts after a canary that passed before the next one may run
-ROUTINE = 256  # verdicts after which one is run without any suspicion
+ROUTINE = 256  # further verdicts after which one is run without any suspicion
 
 
 @dataclass

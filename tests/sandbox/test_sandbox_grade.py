@@ -9,7 +9,7 @@ from local_runner import LocalRunner
 
 from rlbench.sandbox.grade import GRADERS, grade
 from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_program
-from rlbench.sandbox.types import End, Execution, SandboxLimits
+from rlbench.sandbox.types import End, Execution, Fault, SandboxLimits
 from rlbench.sandbox.verdict import (
     CheckedTest,
     Masks,
@@ -360,6 +360,31 @@ def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
     assert (blamed.score, blamed.ends[-1]) == (0, "unusable") and "stumble" in blamed.tripwires
     lost = grade(LocalRunner(), graded["broken"], "evil", LIMITS)
     assert (lost.score, lost.ends[-1]) == (None, "grader_error")
+
+
+def test_a_machine_that_fails_while_the_grader_is_looked_into_blames_nobody(monkeypatch):
+    "The grader stumbles over an answer, and the worker is lost while it grades the task's own solution."
+
+    def stumbles(bench, task_, code):
+        bench.run(stdio_program("pass", ""))
+        if bench.known_good:
+            raise Fault(End.BACKEND_LOST, "its worker is gone")
+        raise RecursionError("too deep")
+
+    monkeypatch.setitem(GRADERS, "function", stumbles)
+    graded = task(
+        "function", function="solve", tests=[{"args": [1], "expected": 1}], reference="def solve(n): return 1"
+    )
+    verdict = grade(LocalRunner(), graded, "evil", LIMITS)
+    assert (verdict.score, verdict.ends[-1]) == (None, "backend_lost") and "stumble" not in verdict.tripwires
+
+
+@pytest.mark.parametrize(("args", "reason"), [("5", "args is 5"), ("[1,", "args: "), ("{1: 2}", "args is {1: 2}")])
+def test_arguments_as_text_are_refused_by_field(args, reason):
+    "A text that is no list of Python, where the task says `literal`."
+    with pytest.raises(ValueError, match=r"tests\[0\].*") as refused:
+        task("function", function="f", literal=True, tests=[{"args": args, "expected": "1"}])
+    assert reason in str(refused.value)
 
 
 def play_minute(answers, canary_fails=lambda: False, worker=lambda n: f"w{(n + n // 20) % 4}", seconds=50.0):
