@@ -123,7 +123,7 @@ def bound_values(read: Callable) -> str:
     named = [f"{name}={bound_values(value) if callable(value) else value!r}" for name, value in read.keywords.items()]
     return f"{bound_values(read.func)}({read.args!r}, {', '.join(named)})"
 
-
+# %% ../../nbs/foreign/42_opening.ipynb #opening-cut
 def cut_pieces(files: Iterable[SourceFile]) -> list[Piece]:
     "The pieces of some files, in their order. The last piece of a file of lines changes as the file grows."
     pieces: list[Piece] = []
