@@ -47,3 +47,11 @@ def worker_of(run: rl.Run, name: str) -> psutil.Process:
 def gone(processes: list[psutil.Process]) -> bool:
     "Whether none of them is alive."
     return not living_processes(processes)
+
+
+def run_policy_differs(run: rl.Run) -> bool:
+    "Whether the saved policy can be loaded and is not the one the run started with."
+    from rlbench.models.model import load_policy
+
+    start, end = (load_policy(name).model.state_dict() for name in ("tiny", str(run.folder / "policy")))
+    return any(not start[name].equal(end[name]) for name in start)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from fake_run import fake_run
 from patience import until
+from real_runs import assert_books, run_policy_differs
 from tensorboard_files import from_tensorboard
 from typer.testing import CliRunner
 
@@ -69,9 +70,9 @@ def log_of(run: rl.Run) -> str:
 
 
 def killed(runs: Path, name: str, victim: str = "trainer", **settings) -> tuple[rl.Run, list[psutil.Process]]:
-    "A real run of which one process was killed after two versions, and the processes it had."
+    "A real run of which one process was killed after three versions, and the processes it had."
     run = rl.run("tiny", runs=runs, name=name, **SMALL | {"steps": 100_000} | settings)
-    until(lambda: run.status and run.status.version >= 2, 120)
+    until(lambda: run.status and run.status.version >= 3, 120)
     status = run.status
     supervisor = psutil.Process(status.supervisor)
     processes = [supervisor, *supervisor.children(recursive=True)]
@@ -81,9 +82,15 @@ def killed(runs: Path, name: str, victim: str = "trainer", **settings) -> tuple[
 
 def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     "One row of the first set, marked, of the saved version; command line, report and the policy's note tell it, and every sink has it."
-    run, processes = killed(tmp_path, "lost", sinks=["tensorboard"])
-    assert run.wait(180) == "failed" and "trainer lost" in run.status.reason and run.status.books_closed
+    run, processes = killed(tmp_path, "lost", sinks=["tensorboard"], checkpoint_every=2)
+    assert run.checkpoints and run.wait(180) == "failed"
+    assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason
+    assert_books(run)
     version = read_json(run.folder / "policy" / POLICY_NOTE)["version"]
+    # the trainer had a worker of its own: what it had published is there, also if no checkpoint has it
+    assert run.status.version - 1 <= version <= run.status.version
+    assert f"the policy of version {version} is saved" in run.status.reason
+    assert run_policy_differs(run) and not list(run.folder.glob("weights*"))
     rows = run.evals.filter(run.evals["after_failure"].fill_null(False)).to_dicts()
     assert [(row["eval"], row["version"], row["tasks"], row["k"]) for row in rows] == [("held_out", version, 32, 2)], (
         log_of(run)
