@@ -16,7 +16,7 @@ RECORDS = ROOT / "data" / "studies" / "records"
 TITLE = """# Claims of the field, run here
 
 > Each claim on RL post-training with its paper, what was measured there and here, and whether it holds at this size."""
-HOW = """A study takes one claim and states it as comparisons, each with the sign that the claim expects. It sums exactly what can be enumerated, and trains the rest with paired seeds and an arm that must show nothing. **Whether the claim holds is not written by anybody**: one function derives it from the stored numbers, after Holm's adjustment for all comparisons of the study ([studies/study_record](studies/04_study_record.ipynb)).
+HOW = """A study takes one claim and states it as comparisons, each with the sign that the claim expects. It sums exactly what can be enumerated, and trains the rest with paired seeds and an arm that must show nothing. **Whether the claim holds is not written by anybody**: one function derives it from the stored numbers, after Holm's adjustment for all comparisons of the study ([studies/study_record](studies/03_study_record.ipynb)).
 
 * **holds**: every comparison has the expected sign.
 * **holds not**: one has the other sign, or is smaller than what would count.
