@@ -15,6 +15,7 @@ __all__ = ['over_time', 'applied_changes', 'at_version', 'as_numbers', 'parse_va
 #   * Only commands that were applied change a setting.
 #   * A jump holds from its version on; a ramp begins at the value of that moment.
 #   * A setting of several numbers, such as a band, has one value [D] at each corner.
+#   * The classes of the configuration are imported only to compute settings: who just looks at a run needs none.
 #
 # Corners are known of numbers alone: of any other setting they are empty.
 import json
@@ -23,13 +24,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..loop.commands import ramped_value
-from ..loop.config import set_dotted
-from ..loop.journal import VERBS
-from ..loop.state import Ramp
-
 if TYPE_CHECKING:
     import polars as pl
+
+    from rlbench.loop.state import Ramp
 
 # %% ../../nbs/runtime/45_setting_history.ipynb #history-corners
 def over_time(start: object, commands: "pl.DataFrame", knob: str) -> tuple[np.ndarray, np.ndarray]:
@@ -98,6 +96,8 @@ def changes_in_force(
 ) -> dict[str, object]:
     """Field -> value, for those of `fields` that applied commands had changed when the run stood at a version. `start`:
     the first settings. `check` raises ValueError for settings that the loop refuses: a ramp skips them."""
+    from rlbench.loop.state import Ramp
+
     settings = {field: start[field] for field in fields if field in start}
     ramps: list[Ramp] = []
     for knob, value, since, over in commands_until(commands, version, fields):
@@ -117,6 +117,8 @@ def commands_until(
     commands: "pl.DataFrame", version: int, fields: Collection[str]
 ) -> Iterator[tuple[str, object, int, int]]:
     "(knob, value, version, versions of the ramp) of each command on `fields` that was applied up to a version."
+    from rlbench.loop.journal import VERBS
+
     if not len(commands):
         return
     for knob, status, since, text, over in commands.select("knob", "status", "version", "value", "over").iter_rows():
@@ -132,9 +134,11 @@ def commands_until(
 
 
 def move_ramps(
-    settings: dict, ramps: Sequence[Ramp], version: int, check: Callable[[Mapping], object] | None = None
+    settings: dict, ramps: Sequence["Ramp"], version: int, check: Callable[[Mapping], object] | None = None
 ) -> None:
     "Put every knob on a ramp where it is at a version: at the last value of its ramp that `check` accepts."
+    from rlbench.loop.commands import ramped_value
+
     for ramp in ramps:
         for at in range(min(version, ramp.since + ramp.over), ramp.since, -1):
             moved = dict(settings)
@@ -155,6 +159,8 @@ def is_accepted(check: Callable[[Mapping], object], settings: Mapping) -> bool:
 # %% ../../nbs/runtime/45_setting_history.ipynb #history-force-values
 def put_setting(settings: dict, knob: str, value: object) -> None:
     "Put a value at a knob; nothing for a name that has no place in the settings."
+    from rlbench.loop.config import set_dotted
+
     try:
         set_dotted(settings, knob, value)
     except (TypeError, ValueError):  # another system's settings may have another shape
