@@ -83,9 +83,8 @@ class ForeignFormat:
     layout: str  # which of its layouts, in words
     find: Callable[["FileTree"], Iterable[Path]]
     files: Callable[["FileTree", Path], Iterable[SourceFile]]
-    metrics: Mapping[str, str | tuple[str, ...]] = field(
-        default_factory=dict
-    )  # our step column -> their names, the first that is there
+    # our step column -> their names, the first that is there
+    metrics: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     first_step: int = 1  # the number that the system gives to its first step
     group_scope: Literal["run", "step"] = "step"  # where a group's name is unique
     guess_groups: Literal["", "equal prompts", "equal neighbours"] = ""  # where no group is written
@@ -96,9 +95,8 @@ class ForeignFormat:
     uses_commonest_part: bool = False  # no part is named as the reward: the one that most responses have is taken
     chosen_part: str = ""  # part that the user takes for the reward
     group_filter_setting: str = ""  # the system's setting that drops groups before they are written
-    restarts_numbering: bool = (
-        False  # a restarted system gives ids of responses again, and counts versions from its start
-    )
+    # a restarted system gives ids of responses again, and counts versions from its start
+    restarts_numbering: bool = False
     assumptions: Mapping[str, str] = field(default_factory=dict)  # table.column -> the guess that is in it, in words
     loss: Callable[[Mapping[str, object]], "NamedLoss | None"] | None = None  # what its settings say of the loss
     end_marks: Mapping[str, tuple] = field(default_factory=dict)  # pattern of a setting -> its values at a run's end

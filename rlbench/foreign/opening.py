@@ -72,9 +72,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-pieces
-READER_VERSION = (
-    5  # raised when a reader says something else of the same bytes; what was kept before is then read again
-)
+# raised when a reader says something else of the same bytes; what was kept before is then read again
+READER_VERSION = 5
 PIECE_BYTES = 2 * MIB
 FIRST_BYTES = 40 * MIB  # that a first look reads
 

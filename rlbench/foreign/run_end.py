@@ -37,9 +37,8 @@ class EndEvidence:
     written: float = 0.0  # newest of them
 
 # %% ../../nbs/foreign/38_run_end.ipynb #run-end-words
-COPIED_S = (
-    86_400.0  # records this much older than their files were copied; a missing time zone shifts them by less than a day
-)
+# records this much older than their files were copied; a missing time zone shifts them by less than a day
+COPIED_S = 86_400.0
 TOGETHER_S = 5.0  # files of several steps that were written within this time were copied
 MANY_FILES = 3  # of which that can be said
 

@@ -121,9 +121,8 @@ class DispatchState:
     curriculum: Curriculum
     pools: dict[str, int]  # name -> number of tasks; "train", one per evaluation set, and those that commands brought
     pool: str = "train"  # the one that is served
-    evidence: list[tuple[int, int, int, int]] = field(
-        default_factory=list
-    )  # (group, task, scored, solved), not yet used
+    # (group, task, scored, solved), not yet used
+    evidence: list[tuple[int, int, int, int]] = field(default_factory=list)
     to_send: list[int] = field(default_factory=list)
     next_rollout: int = 0
     groups: int = 0  # dispatched so far

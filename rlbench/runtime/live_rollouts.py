@@ -100,9 +100,8 @@ class StepMeters:
     cached: tuple[int, int] = (0, 0)  # prefix hits and preemptions
     held_bytes: dict[str, float] = field(default_factory=dict)  # most memory by phase
     publish_seconds: float | None = None  # of the last publish since the last step row
-    publish_parts: tuple[float, float] | None = (
-        None  # of the same to another host: to store, and on the way to the slowest
-    )
+    # of the same to another host: to store, and on the way to the slowest
+    publish_parts: tuple[float, float] | None = None
     load_seconds: float | None = None  # of the same: to load
     generators: dict[str, GeneratorLoad] = field(default_factory=dict)  # by worker, the newest of each
     pool: Gauges | None = None  # the newest of the sandbox pool

@@ -93,20 +93,17 @@ class RunSnapshot:
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
     sampled: int  # of so many rollouts of that batch one was counted
     ribbons: tuple[Ribbon, ...]
-    lost: Mapping[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # level -> (attempts, share of them dropped), of the newest
+    # level -> (attempts, share of them dropped), of the newest
+    lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
-    neighbours: Neighbours = (
-        Neighbours()
-    )  # other users of this machine; empty for a run of another machine, or an ended one
+    # other users of this machine; empty for a run of another machine, or an ended one
+    neighbours: Neighbours = Neighbours()
     source: ForeignSource | None = None  # of a run that another system has made
     owner: TenantOwner | None = None  # of a client's loop at the training service
-    by_host: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(
-        default_factory=dict
-    )  # host -> (times, tokens a second), of the newest rollouts; empty for a run on one machine
+    # host -> (times, tokens a second), of the newest rollouts; empty for a run on one machine
+    by_host: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @property
     def version(self) -> int:

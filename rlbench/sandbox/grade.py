@@ -215,9 +215,8 @@ def _comparable_output(text: str, rule: str) -> object:
     return text if rule == "bytes" else text.split()
 
 
-LONGEST_NUMBER = (
-    4000  # characters of a printed number that is compared by value; Python itself reads an int of 4,300 digits at most
-)
+# characters of a printed number that is compared by value; Python itself reads an int of 4,300 digits at most
+LONGEST_NUMBER = 4000
 
 
 def _read_number(text: str) -> int | float | None:

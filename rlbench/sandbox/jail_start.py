@@ -222,9 +222,8 @@ LIMITS = tuple(each.name for each in fields(SandboxLimits))
 def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
     "Head and files of an order to run a program. `tree`: the number of its session."
     program, limits = order.program, {name: getattr(order.limits, name) for name in LIMITS}
-    source = (
-        b"" if program.argv or program.files or program.environ else code_of(program)
-    )  # nothing but code, the usual case
+    is_code_alone = not (program.argv or program.files or program.environ)  # the usual case
+    source = code_of(program) if is_code_alone else b""
     plain = {"plain": len(source)} if source else {}
     found = {"payload": sealed_file(source or payload_of(program), "payload")}
     if program.stdin:
@@ -322,9 +321,8 @@ def start_zygote(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, errors = sealed_file(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
     settings = "\n".join((tier, scratch, str(layers_mb), *(readable_paths(python) if tier == Tier.LANDLOCK else ())))
-    mark = (
-        {MARK: os.environ[MARK]} if MARK in os.environ else {}
-    )  # nothing else of our environment, in which there may be keys
+    # nothing else of our environment, in which there may be keys
+    mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}
     bare = [
         python.path,
         "-S",

@@ -122,9 +122,8 @@ def _reason_for_lateness(e: Execution, policy: PoolRules, alone: bool, session: 
     return f"late, with {idle:.1f} cores idle meanwhile" if session and idle >= policy.idle_cores else ""
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-lateness
-WITNESS_SHARE = (
-    0.8  # of the CPU time that a program is promised, which a known-good program must get within the same wall limit
-)
+# of the CPU time that a program is promised, which a known-good program must get within the same wall limit
+WITNESS_SHARE = 0.8
 
 
 def lateness_witness(limits: SandboxLimits) -> Program:

@@ -46,9 +46,8 @@ class ProgramRun:
         self.room = int(head["output_kb"]) << 10  # bytes for stdout and stderr together, and for answers
         self.used = [0, 0, 0]  # bytes of stdout, stderr, answers
         self.sources = {}  # open file -> 0, 1 or 2
-        self.at = self.asked = self.seen = self.lines = (
-            0  # written and asked of the calls, looked at of the answers; lines that came back
-        )
+        # written and asked of the calls, looked at of the answers; lines that came back
+        self.at = self.asked = self.seen = self.lines = 0
         self.answers, self.call_due = [], float("inf")
         self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
         self.reason, self.said, self.hit = "", "", set()

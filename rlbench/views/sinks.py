@@ -133,9 +133,8 @@ def read_exported_run(folder: str | Path) -> ExportedRun:
     settings = flatten_table(hide_secrets(tomllib.loads(path.read_text(encoding="utf-8"))))
     settings.pop("webhook", None)  # whoever has the address can write there
     source = read_source(folder)
-    made = (
-        written_ns if source is None else source.path
-    )  # the configuration of an opened run is written again and again
+    # the configuration of an opened run is written again and again, so its time says nothing
+    made = written_ns if source is None else source.path
     digest = sha256(f"{folder.name} {made}".encode()).hexdigest()
     began = written_ns / 1e9 if source is None else source.began or source.first_written
     return ExportedRun(folder, f"{folder.name}-{digest[:8]}", began, settings)
