@@ -11,7 +11,7 @@ __all__ = ['CALLS', 'SIGNALS', 'PROCESSES', 'REFUSED', 'SETUP', 'SETUP_OPTIONS',
 # Filters of system calls (seccomp): the lists, how they become instructions, and the kept instructions.
 #
 # What always holds:
-#   * Calls in `REFUSED` fail with EPERM, all others that are not listed with ENOSYS, those of future kernels included.
+#   * A call that is not on a list fails: with EPERM if it is in `REFUSED`, else with ENOSYS, as in an older kernel.
 #     The filter of a child only takes calls away.
 #   * A program can make no socket to the outside, no namespace, no mount, no trace of another process.
 #   * Memory that is shared and in no file is refused to programs: nobody could count it.

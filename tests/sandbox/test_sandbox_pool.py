@@ -15,6 +15,8 @@ from patience import until
 
 from rlbench.base.ledger_reading import count_rows, read_table
 from rlbench.base.status import is_alive, living_processes
+from rlbench.sandbox import controller as controller_module
+from rlbench.sandbox.controller import Controller, flush_rows
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_folder import LOCK, connect_to_controller, marked_processes, remembered_processes, sweep_pool
 from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
@@ -372,6 +374,37 @@ def test_a_full_disk_stops_nobody(pool_at):
     controller.rlimit(psutil.RLIMIT_FSIZE, before)
     until(lambda: count_rows(pool.folder, "executions") == 20, 20)
     assert pool.status().pid == controller.pid
+
+
+class FullDisk:
+    "A ledger whose disk has no room until it is told."
+
+    def __init__(self):
+        self.waiting, self.has_room = 0, False
+
+    def append(self, table, **cells) -> None:
+        self.waiting += 1
+
+    def flush(self) -> None:
+        if not self.has_room:
+            raise OSError("no space left on device")
+
+
+def test_rows_beyond_what_waits_are_dropped_and_counted(tmp_path, monkeypatch, capsys):
+    "While the disk is full, and once it has room again."
+    monkeypatch.setattr(controller_module, "MOST_ROWS", 3)
+    disk = FullDisk()
+    controller = Controller(tmp_path, PROCESSES, desk=None, server=None, ledger=disk, generation=0)
+    controller.note("executions")
+    flush_rows(controller)
+    for _ in range(5):
+        controller.note("executions")
+    assert (disk.waiting, controller.dropped) == (3, 3)
+    disk.has_room = True
+    flush_rows(controller)
+    assert "3 rows were dropped" in capsys.readouterr().err and not (controller.dropped or controller.full)
+    controller.note("executions")
+    assert disk.waiting == 4
 
 
 def test_refused_at_the_start(tmp_path):
