@@ -587,7 +587,21 @@ ACTS_ON = {
         "value_clip",
         "trainers",
     ),
-}  # the rest acts on the generator
+    "generator": (
+        "placement",
+        "generators",
+        "sleep",
+        "backlog",
+        "queue_batches",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "concurrency",
+        "decode_steps",
+        "cache",
+    ),
+}
 
 # %% ../../nbs/loop/09_config.ipynb #config-steerable
 @dataclass(frozen=True)
@@ -605,7 +619,7 @@ def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob
     "Every live knob of a configuration and of the functions it names. `extra`: captured functions by field."
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
     found = [
-        LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator"))
+        LiveKnob(name, knob, getattr(config, name), acts_on[name])
         for name, (knob, _) in knobs_in(RunConfig).items()
         if knob.live
     ]

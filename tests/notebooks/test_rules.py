@@ -91,6 +91,8 @@ def unclean(path: Path):
             yield f"{cell['id']}: not a readable id; name the cell in the file, like its neighbours: {ids[0]}"
         if cell["metadata"]:
             yield f"{cell['id']}: metadata"
+        if list(cell) != sorted(cell):
+            yield f"{cell['id']}: keys in another order than nbdev_clean writes; run it on this notebook"
         if cell.get("execution_count") is not None or any(
             output.get("execution_count") is not None for output in cell.get("outputs", ())
         ):
@@ -361,9 +363,10 @@ def test_contributing_names_what_is_there():
         r"\b((?:nbs|tests|data|rlbench)/[\w./-]*\w/?)", text.replace("nbs/ROOM", "").replace("rlbench/ROOM", "")
     )
     assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
-    package = "\n".join(module_path(module).read_text(encoding="utf-8") for module in modules())
-    names = set(re.findall(r"`([A-Z][A-Z_]+|[A-Z]\w+Config)`", text)) - {"GUIDE"}
-    missing = [name for name in names if not re.search(rf"^(class )?{name}\b", package, re.M)]
+    files = [*map(module_path, modules()), *(ROOT / "tests").rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    names = set(re.findall(r"`([A-Z][A-Z_]+|[A-Z]\w+Config)`", text))
+    missing = [name for name in names if not re.search(rf"^(class )?{name}\b", code, re.M)]
     assert len(names) > 8 and missing == [] and len(text.splitlines()) <= 60
 
 

@@ -139,7 +139,9 @@ def test_every_noun_of_a_column_is_on_the_page():
             word for name in re.findall(r"`(\w+)\.(\w+)`", places) if name[0] in TABLES for word in words_of(name[1])
         }
     missing = {word for columns in TABLES.values() for column in columns for word in words_of(column.name)} - known
-    assert not missing, missing
+    assert not missing, (
+        f"{missing}: words of columns without a place in nbs/glossary.ipynb: an entry, or the list of plain words"
+    )
 
 
 def test_names_do_without_the_words_that_the_page_avoids():

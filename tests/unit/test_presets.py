@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rlbench.cli.main import app
+from rlbench.loop.config import ACTS_ON, FUNCTIONS, RunConfig, knob_of_field
 from rlbench.loop.config_files import load_config, presets
 from rlbench.loop.config_notes import notes_on
-from rlbench.loop.config_tables import ConfigError
+from rlbench.loop.config_tables import ConfigError, knobs_in
 from rlbench.models.hardware import MODELS
 from rlbench.runtime.memory_plan import facts_of, machine_named, memory_plan, plan_of
 
@@ -21,6 +22,14 @@ LARGE = sorted(name for name in presets() if "Hardware:" in (PRESETS / f"{name}.
 def hardware(name: str) -> str:
     "The hardware that a preset's first line names."
     return re.search(r"Hardware: (.+)", (PRESETS / f"{name}.toml").read_text().partition("\n")[0])[1].strip()
+
+
+def test_every_live_field_says_what_it_acts_on():
+    "The panel and `rlbench knobs` group by it; a new field is added to `ACTS_ON` (nbs/loop/09_config)."
+    live = {name for name, (knob, _) in knobs_in(RunConfig).items() if knob.live}
+    live |= {name for name in FUNCTIONS if knob_of_field(name).live}
+    listed = [name for names in ACTS_ON.values() for name in names]
+    assert live - set(listed) == set() and set(listed) - live == set() and len(listed) == len(set(listed))
 
 
 def test_there_are_some():
