@@ -23,11 +23,13 @@ import json
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+
+import psutil
 
 from ..base.status import ENDED
 from .crashes import PhaseFollower, broken_promises
@@ -168,7 +170,10 @@ def repair_host(cluster: RayHosts, blow: PlannedBlow) -> None:
         cluster.restore(blow.host)
 
     def has_ended() -> bool:
-        names = [process.name() for process in host.processes()]
+        names = []
+        for process in host.processes():
+            with suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+                names.append(process.name())
         return "raylet" not in names
 
     happens_within(60, has_ended, every=0.5)
