@@ -149,7 +149,7 @@ def kept_round(folder: Path, number: int) -> StartRound:
 
 def last_runs(place: Path) -> Path:
     "The folder of runs of the last try of a round."
-    return max((path for path in place.glob("[0-9]*")), key=lambda path: int(path.name))
+    return max(place.glob("[0-9]*"), key=lambda path: int(path.name))
 
 
 COMMAND_TIMES = 5  # runs of a command; the median counts

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUN', 'GENERATION', 'DATA', 'EPISODES', 'TRAINING', 'OBJECTIVE', 'WEIGHTS', 'WORKERS', 'SCALE', 'SCORER',
-           'AFTER_RESUME', 'KEEP', 'WATCH', 'SINKS']
+           'AFTER_RESUME', 'KEEP', 'WATCH', 'SINKS', 'ACTS_ON']
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-imports
 # The knobs of a configuration.
@@ -438,4 +438,76 @@ WATCH = {
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-sinks
 SINKS = {
     "sinks": Knob(live=False, help="experiment trackers that receive the tables during the run"),
+}
+
+# %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-acts-on
+ACTS_ON = {
+    "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
+    "budget": (
+        "steps",
+        "minutes",
+        "tokens",
+        "dollars_per_hour",
+        "checkpoint_every",
+        "checkpoint_minutes",
+        "checkpoints_kept",
+        "checkpoint_gb",
+        "restarts",
+        "after_resume",
+    ),
+    "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
+    "environment": (
+        "score_deadline",
+        "score_retries",
+        "infra_warn",
+        "infra_stop",
+        "verifier",
+        "reward",
+        "max_turns",
+        "episodes_at_once",
+        "on_resume",
+        "max_state_lag",
+    ),
+    "trainer": (
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "optimizer_steps",
+        "micro_tokens",
+        "old",
+        "shaping",
+        "advantage",
+        "loss",
+        "correction",
+        "aggregation",
+        "kl",
+        "kl_in",
+        "kl_weight",
+        "kl_schedule",
+        "entropy_weight",
+        "entropy_schedule",
+        "replay_share",
+        "replay_size",
+        "replay_correction",
+        "supervised_share",
+        "supervised_weight",
+        "critic_learning_rate",
+        "critic_epochs",
+        "value_clip",
+        "trainers",
+    ),
+    "generator": (
+        "placement",
+        "generators",
+        "sleep",
+        "backlog",
+        "queue_batches",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "concurrency",
+        "decode_steps",
+        "cache",
+    ),
 }

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rlbench.cli.main import app
-from rlbench.loop.config import ACTS_ON, FUNCTIONS, RunConfig, knob_of_field
+from rlbench.loop.config import FUNCTIONS, RunConfig, knob_of_field
 from rlbench.loop.config_files import load_config, presets
+from rlbench.loop.config_knobs import ACTS_ON
 from rlbench.loop.config_notes import notes_on
 from rlbench.loop.config_tables import ConfigError, knobs_in
 from rlbench.models.hardware import MODELS
@@ -25,7 +26,7 @@ def hardware(name: str) -> str:
 
 
 def test_every_live_field_says_what_it_acts_on():
-    "The panel and `rlbench knobs` group by it; a new field is added to `ACTS_ON` (nbs/loop/09_config)."
+    "The panel and `rlbench knobs` group by it; a new field is added to `ACTS_ON` (nbs/loop/07_config_knobs)."
     live = {name for name, (knob, _) in knobs_in(RunConfig).items() if knob.live}
     live |= {name for name in FUNCTIONS if knob_of_field(name).live}
     listed = [name for names in ACTS_ON.values() for name in names]
