@@ -113,11 +113,15 @@ $(BIN)/python:
 	@echo "making .venv"
 	@$(PYTHON) -m venv .venv
 
+# of every start, a tenth is compiling the package where Python keeps no bytecode (PYTHONDONTWRITEBYTECODE)
+COMPILE = $(BIN)/python -m compileall -q rlbench
+
 # a stamp each: the second call finds nothing to do; what developers need includes what a run needs
 .venv/.run: requirements-run.lock setup.py settings.ini | $(BIN)/python
 	@echo "installing $$(grep -c == $<) packages into .venv (once; most of the time is torch)"
 	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
 	@$(INSTALL) --quiet --no-build-isolation --use-pep517 -e .
+	@$(COMPILE)
 	@$(call torch,$<)
 	@touch $@
 
@@ -125,6 +129,7 @@ $(BIN)/python:
 	@echo "installing $$(grep -c == $<) packages into .venv (once; most of the time is torch)"
 	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
 	@$(INSTALL) --quiet --no-build-isolation --use-pep517 -e .
+	@$(COMPILE)
 	@$(call torch,$<)
 	@touch $@ .venv/.run
 
