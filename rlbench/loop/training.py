@@ -17,6 +17,7 @@ __all__ = ['on_trained', 'trained_lines', 'step_row', 'on_train_failed', 'newest
 #   * A group is trained only if its oldest token that carries weight is at most `staleness` versions old.
 #   * Under `overdue = "wait"` no batch is taken while an unfinished group stands at the edge of the bound, unless a
 #     whole batch of finished ones stands there, too.
+#   * A batch that cannot be trained returns to the end of the queue, as if its groups had just arrived.
 #   * A version counts from `Trained` on. The digest then covers the batch: tasks, places, rewards, hashes of tokens.
 #
 # This module does not compute losses, and does not say where weights go next: `publishing` does.
@@ -122,6 +123,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     if not may_take_batch(state):
         return
     taken = take_batch(state)
+    # the batch stays in the queue, as if it had just arrived, until it is clear that it can be trained
     state.training.queue = [*taken.left, *taken.batch]
     state.training.oldest_queued = min((each.oldest for each in state.training.queue), default=state.version)
     for waiting in taken.stale:
