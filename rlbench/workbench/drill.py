@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DRILLS', 'LOOK', 'MORE_VERSIONS', 'SHAPES', 'COLOURS', 'suits_every_run', 'choose_drills', 'list_drills', 'hold_lock',
-           'has_ended', 'wait_for_signs', 'later_signs', 'hold_drill', 'seconds_for_signs', 'wait_until_sound',
+           'has_ended', 'wait_for_signs', 'signs_of_progress', 'hold_drill', 'seconds_for_signs', 'wait_until_sound',
            'result_in_words', 'hold_if_live', 'hold_series', 'drill', 'state_html', 'Drills', 'make_drill_button',
            'make_state_line', 'make_tools', 'arrange_widgets', 'hold_from_panel']
 
@@ -41,33 +41,33 @@ from rlbench.workbench.drill_faults import (
     FULL_FOR,
     HELD_SECONDS,
     break_publish,
-    controller_replaced,
-    disk_outlived,
-    edit_refused,
     empty_disk,
     fill_disk,
-    half_edit,
     hold_starts,
-    host_used_again,
-    keep_host,
     kill_controller,
     kill_zygote,
+    lift_quota,
     lose_host,
     mend_publish,
-    others_went_on,
-    published_again,
-    quota_met,
-    quota_over,
     refuse_processes,
+    remove_half_edit,
     restore_link,
+    signs_of_dead_pool,
+    signs_of_failed_publish,
+    signs_of_full_disk,
+    signs_of_half_edit,
+    signs_of_hung_tool,
+    signs_of_killed_zygote,
+    signs_of_lost_host,
+    signs_of_quota,
+    signs_of_slow_link,
+    signs_of_slow_start,
     slow_link,
-    starts_were_slow,
+    spare_host,
     stop_worker,
-    whole_again,
     why_no_other_host,
     why_no_slow_link,
-    worker_hung,
-    zygote_replaced,
+    write_half_edit,
 )
 from rlbench.workbench.drill_scene import (
     Drill,
@@ -75,11 +75,11 @@ from rlbench.workbench.drill_scene import (
     Scene,
     Sign,
     broken_books,
+    changed_verdicts,
     do_nothing,
     note_marks,
     scene_of,
     seconds_per_version,
-    unjust_fates,
     wake_stopped,
     why_not_sandboxed,
 )
@@ -92,108 +92,108 @@ def suits_every_run(scene: Scene) -> str:
 # %% ../../nbs/workbench/10_drill.ipynb #drill-table-part-2
 _ALL = (
     Drill(
-        "half-applied-edit",
-        "rlbench leaves a command and a function half written",
-        "the run refuses both by name with the reason, and applies neither",
-        15,
-        suits_every_run,
-        half_edit,
-        edit_refused,
-        whole_again,
+        name="half-applied-edit",
+        does="rlbench leaves a command and a function half written",
+        reaction="the run refuses both by name with the reason, and applies neither",
+        within=15,
+        suits=suits_every_run,
+        inject=write_half_edit,
+        check=signs_of_half_edit,
+        undo=remove_half_edit,
     ),
     Drill(
-        "failed-publish",
-        "publishing the next weights fails once",
-        "the run publishes again; the generators keep their weights until then, within the staleness bound",
-        15,
-        suits_every_run,
-        break_publish,
-        published_again,
-        mend_publish,
+        name="failed-publish",
+        does="publishing the next weights fails once",
+        reaction="the run publishes again; the generators keep their weights until then, within the staleness bound",
+        within=15,
+        suits=suits_every_run,
+        inject=break_publish,
+        check=signs_of_failed_publish,
+        undo=mend_publish,
     ),
     Drill(
-        "full-disk",
-        f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool",
-        (
+        name="full-disk",
+        does=f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool",
+        reaction=(
             "training continues while the reserve has room for unwritten rows, then waits; with free "
             "space the run writes them"
         ),
-        20,
-        suits_every_run,
-        fill_disk,
-        disk_outlived,
-        empty_disk,
+        within=20,
+        suits=suits_every_run,
+        inject=fill_disk,
+        check=signs_of_full_disk,
+        undo=empty_disk,
     ),
     Drill(
-        "killed-zygote",
-        "the process that starts programs is killed",
-        "the pool starts another worker and runs its programs again elsewhere",
-        30,
-        why_not_sandboxed,
-        kill_zygote,
-        zygote_replaced,
-        do_nothing,
+        name="killed-zygote",
+        does="the process that starts programs is killed",
+        reaction="the pool starts another worker and runs its programs again elsewhere",
+        within=30,
+        suits=why_not_sandboxed,
+        inject=kill_zygote,
+        check=signs_of_killed_zygote,
+        undo=do_nothing,
     ),
     Drill(
-        "dead-pool",
-        "the pool's controller is killed",
-        "the guardian ends its processes, another controller starts, and the run asks again for unfinished programs",
-        45,
-        why_not_sandboxed,
-        kill_controller,
-        controller_replaced,
-        do_nothing,
+        name="dead-pool",
+        does="the pool's controller is killed",
+        reaction="the guardian ends its processes, another controller starts, and the run asks again for unfinished programs",
+        within=45,
+        suits=why_not_sandboxed,
+        inject=kill_controller,
+        check=signs_of_dead_pool,
+        undo=do_nothing,
     ),
     Drill(
-        "quota",
-        f"for {HELD_SECONDS:g} s the pool may start no processes, and its workers are killed",
-        "starts fail and are retried with doubling delays; programs wait; no verdict depends on the fault",
-        45,
-        why_not_sandboxed,
-        refuse_processes,
-        quota_met,
-        quota_over,
+        name="quota",
+        does=f"for {HELD_SECONDS:g} s the pool may start no processes, and its workers are killed",
+        reaction="starts fail and are retried with doubling delays; programs wait; no verdict depends on the fault",
+        within=45,
+        suits=why_not_sandboxed,
+        inject=refuse_processes,
+        check=signs_of_quota,
+        undo=lift_quota,
     ),
     Drill(
-        "slow-start",
-        f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s or more",
-        "programs wait; slow starts are requested a second time; no verdict depends on the fault",
-        120,  # the pool is the more patient the longer its programs and starts have taken
-        why_not_sandboxed,
-        hold_starts,
-        starts_were_slow,
-        wake_stopped,
+        name="slow-start",
+        does=f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s or more",
+        reaction="programs wait; slow starts are requested a second time; no verdict depends on the fault",
+        within=120,  # the pool is the more patient the longer its programs and starts have taken
+        suits=why_not_sandboxed,
+        inject=hold_starts,
+        check=signs_of_slow_start,
+        undo=wake_stopped,
     ),
     Drill(
-        "hung-tool",
-        "a worker is stopped and never answers its programs",
-        "late programs are requested again elsewhere; the worker counts as hung and is replaced",
-        120,  # the pool is the more patient the longer its programs and starts have taken
-        why_not_sandboxed,
-        stop_worker,
-        worker_hung,
-        wake_stopped,
+        name="hung-tool",
+        does="a worker is stopped and never answers its programs",
+        reaction="late programs are requested again elsewhere; the worker counts as hung and is replaced",
+        within=120,  # the pool is the more patient the longer its programs and starts have taken
+        suits=why_not_sandboxed,
+        inject=stop_worker,
+        check=signs_of_hung_tool,
+        undo=wake_stopped,
         wall=True,
     ),
     Drill(
-        "slow-link",
-        f"new weights come {SLOW_LINK_SECONDS:g} s late to one host",
-        "the other generators load them in time and the run goes on; nothing is lost",
-        30,
-        why_no_slow_link,
-        slow_link,
-        others_went_on,
-        restore_link,
+        name="slow-link",
+        does=f"new weights come {SLOW_LINK_SECONDS:g} s late to one host",
+        reaction="the other generators load them in time and the run goes on; nothing is lost",
+        within=30,
+        suits=why_no_slow_link,
+        inject=slow_link,
+        check=signs_of_slow_link,
+        undo=restore_link,
     ),
     Drill(
-        "lost-host",
-        "a host without the trainer is lost, with all workers on it",
-        "one event names it; its work is sent again; its actors start where there is room, and are used",
-        240,
-        why_no_other_host,
-        lose_host,
-        host_used_again,
-        keep_host,
+        name="lost-host",
+        does="a host without the trainer is lost, with all workers on it",
+        reaction="one event names it; its work is sent again; its actors start where there is room, and are used",
+        within=240,
+        suits=why_no_other_host,
+        inject=lose_host,
+        check=signs_of_lost_host,
+        undo=spare_host,
     ),
 )
 
@@ -264,7 +264,7 @@ def wait_for_signs(
             raise KeyboardInterrupt("the drill was stopped")
 
 
-def later_signs(scene: Scene, from_: int) -> list[Sign]:
+def signs_of_progress(scene: Scene, from_: int) -> list[Sign]:
     "The sign that the run has made two versions after version `from_`, or has ended."
     version = scene.status.version
     text = f"version {version}, {version - scene.version} more than at the blow"
@@ -313,7 +313,7 @@ def hold_drill(
     missing += [f"it does not go on: {sign.text}" for sign in later if not sign.seen]
     missing += broken_books(scene)
     if scene.pool and not missing:
-        missing += unjust_fates(scene)
+        missing += changed_verdicts(scene)
     healthy_s = time.monotonic() - undone_at
     seen = [sign.text for sign in [*signs, *later] if sign.seen]
     verdict = "failed" if missing else "passed"
@@ -331,7 +331,7 @@ def seconds_for_signs(drill: Drill, scene: Scene, two_versions: float) -> float:
 def wait_until_sound(scene: Scene, seconds: float, stop: threading.Event, report: Callable) -> list[Sign]:
     "Wait until the run has made two versions more than now."
     version = scene.status.version
-    return wait_for_signs(lambda: later_signs(scene, version), seconds, stop, report)
+    return wait_for_signs(lambda: signs_of_progress(scene, version), seconds, stop, report)
 
 
 def result_in_words(result: Drilled) -> str:

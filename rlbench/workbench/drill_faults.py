@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['HELD_SECONDS', 'MOST_HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 'FILLING', 'HALF', 'SLOW_FOR', 'LATE',
-           'kill_controller', 'controller_replaced', 'kill_zygote', 'zygote_replaced', 'stop_worker', 'worker_hung',
-           'hold_starts', 'stop_new_workers', 'is_held_enough', 'second_starts', 'starts_were_slow', 'refuse_processes',
-           'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast', 'fill_disk', 'empty_disk',
-           'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused', 'break_publish',
-           'mend_publish', 'published_again', 'why_no_other_host', 'living_actors', 'lose_host', 'keep_host',
-           'host_used_again', 'host_alerts', 'why_no_slow_link', 'slow_link', 'restore_link', 'others_went_on']
+           'kill_controller', 'signs_of_dead_pool', 'kill_zygote', 'signs_of_killed_zygote', 'stop_worker',
+           'signs_of_hung_tool', 'hold_starts', 'stop_new_workers', 'is_held_enough', 'count_second_starts',
+           'signs_of_slow_start', 'refuse_processes', 'allow_processes', 'lift_quota', 'signs_of_quota', 'switch_fault',
+           'write_ballast', 'fill_disk', 'empty_disk', 'signs_of_full_disk', 'half_function', 'write_half_edit',
+           'remove_half_edit', 'signs_of_half_edit', 'break_publish', 'mend_publish', 'signs_of_failed_publish',
+           'why_no_other_host', 'living_actors', 'lose_host', 'spare_host', 'signs_of_lost_host', 'host_alerts',
+           'why_no_slow_link', 'slow_link', 'restore_link', 'signs_of_slow_link']
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-imports
 # The faults of drills.
@@ -42,20 +43,20 @@ from ..runtime.steer import current_user, in_force
 from rlbench.workbench.drill_scene import (
     Scene,
     Sign,
-    changed_workers,
     children_of,
     command_of,
     controller_of,
     line_with,
     pool_status,
     rows_since,
-    same_environment,
-    scores_by_machine,
     seconds_per_version,
+    sign_of_answers,
+    sign_of_fair_verdicts,
+    sign_of_same_environment,
+    signs_of_new_workers,
     stop_tree,
     wait_until_busy,
     wake_stopped,
-    work_was_answered,
     workers_of,
     zygote_of,
 )
@@ -68,7 +69,7 @@ def kill_controller(scene: Scene) -> None:
     psutil.Process(scene.controller).kill()
 
 
-def controller_replaced(scene: Scene) -> list[Sign]:
+def signs_of_dead_pool(scene: Scene) -> list[Sign]:
     "The signs of another controller; no worker of the old one is left."
     now = controller_of(scene)
     left = living_processes(scene.struck)
@@ -76,9 +77,9 @@ def controller_replaced(scene: Scene) -> list[Sign]:
     return [
         Sign(f"controller {now} has taken the place of {scene.controller}", is_replaced),
         Sign(f"{len(left) or 'none'} of its {len(scene.struck)} workers is left", not left),
-        work_was_answered(scene),
-        scores_by_machine(scene),
-        same_environment(scene),
+        sign_of_answers(scene),
+        sign_of_fair_verdicts(scene),
+        sign_of_same_environment(scene),
     ]
 
 
@@ -89,9 +90,14 @@ def kill_zygote(scene: Scene) -> None:
     scene.struck[0].kill()
 
 
-def zygote_replaced(scene: Scene) -> list[Sign]:
+def signs_of_killed_zygote(scene: Scene) -> list[Sign]:
     "The signs of another worker in place of the struck one."
-    return [*changed_workers(scene), work_was_answered(scene), scores_by_machine(scene), same_environment(scene)]
+    return [
+        *signs_of_new_workers(scene),
+        sign_of_answers(scene),
+        sign_of_fair_verdicts(scene),
+        sign_of_same_environment(scene),
+    ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-hung
 HELD_SECONDS = 4.0  # how long starts are slow or refused
@@ -105,16 +111,16 @@ def stop_worker(scene: Scene) -> None:
     stop_tree(scene, workers_of(scene)[0])
 
 
-def worker_hung(scene: Scene) -> list[Sign]:
+def signs_of_hung_tool(scene: Scene) -> list[Sign]:
     "The signs that the worker is given up and its programs are answered elsewhere."
     fates = rows_since(scene, "executions", ["fate", "end"])["fate"].to_list()
     moved = sum(fate in ("hedged", "again", "cancelled") for fate in fates)
     return [
         Sign(f"{moved} attempts at programs have been given up for another", moved > 0),
-        *changed_workers(scene, "hangs"),
-        work_was_answered(scene),
-        scores_by_machine(scene),
-        same_environment(scene),
+        *signs_of_new_workers(scene, "hangs"),
+        sign_of_answers(scene),
+        sign_of_fair_verdicts(scene),
+        sign_of_same_environment(scene),
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-starts
@@ -153,28 +159,28 @@ def is_held_enough(scene: Scene, held: float) -> bool:
     "True if starts have been held long enough for the pool to ask for a second one; `held`: seconds."
     if held < HELD_SECONDS:
         return False
-    return held > MOST_HELD_SECONDS or second_starts(scene) > 0
+    return held > MOST_HELD_SECONDS or count_second_starts(scene) > 0
 
 
-def second_starts(scene: Scene) -> int:
+def count_second_starts(scene: Scene) -> int:
     "Starts that the pool has asked for a second time since the blow."
     rows = rows_since(scene, "sandboxes", ["kind", "state", "why"])
     return len(rows.filter(kind="worker", state="starting", why="hedge"))
 
 
-def starts_were_slow(scene: Scene) -> list[Sign]:
+def signs_of_slow_start(scene: Scene) -> list[Sign]:
     "The signs that a start took as long as it was held, and that the pool asked for another one meanwhile."
     columns = ["kind", "before", "state", "seconds", "why"]
     rows = rows_since(scene, "sandboxes", columns).filter(kind="worker")
     slowest = rows.filter(before="starting")["seconds"].max() or 0.0
-    hedged = second_starts(scene)
+    hedged = count_second_starts(scene)
     return [
         Sign(f"the slowest start took {slowest:.1f} s", slowest > HELD_SECONDS / 2),
         Sign(f"{hedged} starts were asked for a second time", hedged > 0),
-        *changed_workers(scene),
-        work_was_answered(scene),
-        scores_by_machine(scene),
-        same_environment(scene),
+        *signs_of_new_workers(scene),
+        sign_of_answers(scene),
+        sign_of_fair_verdicts(scene),
+        sign_of_same_environment(scene),
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-quota
@@ -199,23 +205,23 @@ def allow_processes(scene: Scene) -> None:
             psutil.Process(scene.controller).rlimit(psutil.RLIMIT_NPROC, limited)
 
 
-def quota_over(scene: Scene) -> None:
+def lift_quota(scene: Scene) -> None:
     "Give the controller its limit back at once."
     if scene.holder is not None:
         scene.holder.cancel()
     allow_processes(scene)
 
 
-def quota_met(scene: Scene) -> list[Sign]:
+def signs_of_quota(scene: Scene) -> list[Sign]:
     "The signs that starts were refused, and that workers came back when they were allowed."
     scene.refused = scene.refused or pool_status(scene).trouble
     answer = scene.refused or "nothing of a refused start yet"
     return [
         Sign(f"the pool says: {answer}", bool(scene.refused)),
-        *changed_workers(scene),
-        work_was_answered(scene),
-        scores_by_machine(scene),
-        same_environment(scene),
+        *signs_of_new_workers(scene),
+        sign_of_answers(scene),
+        sign_of_fair_verdicts(scene),
+        sign_of_same_environment(scene),
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-disk
@@ -263,7 +269,7 @@ def empty_disk(scene: Scene) -> None:
             (folder / FAULTS / name).unlink(missing_ok=True)
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-disk-signs
-def disk_outlived(scene: Scene) -> list[Sign]:
+def signs_of_full_disk(scene: Scene) -> list[Sign]:
     "The signs that rows waited for room and were written afterwards."
     full = line_with(scene, "the disk is full")
     room = line_with(scene, "the disk has room again")
@@ -287,7 +293,7 @@ def half_function() -> Captured:
     return Captured("halved", "def halved(r):\n    return 0.0 if r.length > 100 else float(r.correct)\n")
 
 
-def half_edit(scene: Scene) -> None:
+def write_half_edit(scene: Scene) -> None:
     "Write half a command, half a function, and a command that names the function."
     whole = half_function()
     path = scene.folder / "functions" / f"{whole.stem}.py"
@@ -298,13 +304,13 @@ def half_edit(scene: Scene) -> None:
     send_command(scene.folder, f"{current_user()} (drill)", "reward", reward)
 
 
-def whole_again(scene: Scene) -> None:
+def remove_half_edit(scene: Scene) -> None:
     "Remove the half-written files that the run has not taken."
     (scene.folder / "functions" / f"{half_function().stem}.py").unlink(missing_ok=True)
     (scene.folder / "commands" / f"{HALF}.json").unlink(missing_ok=True)
 
 
-def edit_refused(scene: Scene) -> list[Sign]:
+def signs_of_half_edit(scene: Scene) -> list[Sign]:
     "The signs that both are refused with their reasons, and that nothing has changed."
     rows = rows_since(scene, "commands", ["command", "knob", "value", "status", "reason"]).rows(named=True)
     refused = [row for row in rows if row["status"] == "refused"]
@@ -335,7 +341,7 @@ def mend_publish(scene: Scene) -> None:
     (scene.folder / FAULTS / FAILED_PUBLISH).unlink(missing_ok=True)
 
 
-def published_again(scene: Scene) -> list[Sign]:
+def signs_of_failed_publish(scene: Scene) -> list[Sign]:
     "The signs that publishing failed, was tried again, and reached the generators."
     newest = int(rows_since(scene, "rollouts", ["newest"])["newest"].max() or 0)
     line = line_with(scene, "publishing version ")
@@ -368,12 +374,12 @@ def lose_host(scene: Scene) -> None:
     switch_fault(scene.folder, LOST_HOST, 60.0)
 
 
-def keep_host(scene: Scene) -> None:
+def spare_host(scene: Scene) -> None:
     "Switch the fault off, if no host has met it yet."
     (scene.folder / FAULTS / LOST_HOST).unlink(missing_ok=True)
 
 
-def host_used_again(scene: Scene) -> list[Sign]:
+def signs_of_lost_host(scene: Scene) -> list[Sign]:
     "The signs that one host was lost, that it is back, and that all actors are up."
     lost = host_alerts(scene, "host lost")
     joined = host_alerts(scene, "host joined")
@@ -426,7 +432,7 @@ def restore_link(scene: Scene) -> None:
     (scene.folder / FAULTS / SLOW_LINK).unlink(missing_ok=True)
 
 
-def others_went_on(scene: Scene) -> list[Sign]:
+def signs_of_slow_link(scene: Scene) -> list[Sign]:
     "The signs that generators elsewhere have newer weights, that the run goes on, and that nothing is lost."
     actors = [actor for _, actor in living_actors(scene) if kind_of(actor.name) == "generator"]
     versions = [actor.version for actor in actors]
