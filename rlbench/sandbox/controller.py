@@ -39,7 +39,7 @@ from ..base.ledger import Ledger
 from ..base.run_files import read_json
 from ..base.status import living_processes
 from ..models.hardware import cores
-from . import scheduler as desks
+from . import scheduler
 from .faults import FakeWorker, Faults
 from .pool_desk import Desk, Job, extend_lease
 from rlbench.sandbox.pool_folder import (
@@ -113,8 +113,8 @@ class Controller:
     descriptors: dict[int, SandboxWorker] = field(default_factory=dict)
     pids: frozenset[int] = frozenset()
     began: float = field(default_factory=time.monotonic)
-    stood: float = 0.0  # seconds in which this process did not run
-    turned: float = field(default_factory=time.monotonic)
+    stopped_s: float = 0.0  # seconds in which this process did not run
+    cycled_at: float = field(default_factory=time.monotonic)
     alone_since: float = 0.0
     flushed: float = 0.0
     swept: float = 0.0
@@ -125,7 +125,7 @@ class Controller:
 
     def now(self) -> float:
         "Seconds that this process has lived; while it is stopped nobody's time runs out."
-        return time.monotonic() - self.began - self.stood
+        return time.monotonic() - self.began - self.stopped_s
 
     def note(self, table: str, **cells) -> None:
         "Keep a row. While the disk is full `MOST_ROWS` wait in memory; others are dropped, and the log says how many."
@@ -150,7 +150,7 @@ def accept_client(controller: Controller) -> None:
     connection.setblocking(False)
     number = max(controller.clients, default=0) + 1
     controller.clients[number] = client = ClientConnection(number, connection)
-    controller.desk.beats[number] = controller.now()
+    controller.desk.heard_at[number] = controller.now()
     controller.selector.register(connection, selectors.EVENT_READ, client)
 
 
@@ -159,7 +159,7 @@ def drop_connection(controller: Controller, client: ClientConnection) -> None:
     if controller.clients.pop(client.number, None):
         controller.selector.unregister(client.socket)
         client.socket.close()
-        desks.drop_client(controller.desk, client.number, controller.now())
+        scheduler.drop_client(controller.desk, client.number, controller.now())
 
 
 def read_client(controller: Controller, client: ClientConnection) -> None:
@@ -191,15 +191,15 @@ def obey_client(controller: Controller, client: ClientConnection, message: Mappi
     now = controller.now()
     do = message.get("do")
     number = message.get("id", 0)
-    desk.beats[client.number] = now
+    desk.heard_at[client.number] = now
     if do == "beat":
         answer_client(controller, client, {"pid": os.getpid()})
     elif do == "status":
-        found = replace(desks.pool_status(desk, now), pid=os.getpid(), clients=len(controller.clients))
+        found = replace(scheduler.pool_status(desk, now), pid=os.getpid(), clients=len(controller.clients))
         answer_client(controller, client, {"id": number, "status": asdict(found)})
     elif do == "cancel":
         if job := desk.jobs.get((client.number, message["which"])):
-            desks.cancel_job(desk, job, now)
+            scheduler.cancel_job(desk, job, now)
     elif do == "extend":
         extend_lease(desk, str(message["session"]), client.number, float(message["seconds"]), now)
     elif do == "stop":
@@ -214,7 +214,7 @@ def obey_client(controller: Controller, client: ClientConnection, message: Mappi
         )
         if do not in KINDS or job.program != bool(job.order.program) or not job.lifetime > 0:
             raise Fault(End.PROTOCOL_ERROR, f"{do!r} is no order of {sorted(KINDS)}, or one of its fields is missing")
-        desks.take_job(desk, job, now)
+        scheduler.take_job(desk, job, now)
 
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-tell
 def answer_client(controller: Controller, client: ClientConnection, message: Mapping) -> None:
@@ -242,7 +242,7 @@ def send_waiting(controller: Controller, client: ClientConnection) -> None:
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-turn
 def run_cycle(controller: Controller) -> None:
     "Wait for news, let the desk do what is due, send the answers."
-    wanted = desks.seconds_until_due(controller.desk, controller.now())
+    wanted = scheduler.seconds_until_due(controller.desk, controller.now())
     for key, mask in controller.selector.select(wanted):
         if key.data is controller.server:
             accept_client(controller)
@@ -251,9 +251,9 @@ def run_cycle(controller: Controller) -> None:
                 send_waiting(controller, key.data)
             if mask & selectors.EVENT_READ and key.data.number in controller.clients:
                 read_client(controller, key.data)
-    stood, controller.turned = time.monotonic() - controller.turned - wanted, time.monotonic()
-    controller.stood += stood if stood > 1.0 else 0.0  # it was stopped, or the machine slept
-    for number, job, reply in desks.run_turn(controller.desk, controller.now()):
+    stopped_s, controller.cycled_at = time.monotonic() - controller.cycled_at - wanted, time.monotonic()
+    controller.stopped_s += stopped_s if stopped_s > 1.0 else 0.0  # it was stopped, or the machine slept
+    for number, job, reply in scheduler.advance_desk(controller.desk, controller.now()):
         if client := controller.clients.get(number):
             answer_client(controller, client, {"id": job, "tier": controller.desk.tier, **reply_json(reply)})
     watch_workers(controller)
@@ -264,7 +264,7 @@ def run_cycle(controller: Controller) -> None:
         reap_orphans(controller)
     if now - controller.swept > 60:
         controller.swept = now
-        controller.desk.counts["swept"] += kill_all(stray_processes(controller), 0.5)
+        controller.desk.figures.counts["swept"] += kill_all(stray_processes(controller), 0.5)
     busy = controller.clients or controller.desk.jobs
     controller.alone_since = now if busy else controller.alone_since
     if not busy and now - controller.alone_since > controller.spec.policy.idle_s:
@@ -273,7 +273,7 @@ def run_cycle(controller: Controller) -> None:
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-watch
 def watch_workers(controller: Controller) -> None:
     "Listen to the workers that there are now, and write down their processes."
-    there = {worker.fileno(): worker for worker in desks.workers_of(controller.desk) if not worker.lost}
+    there = {worker.fileno(): worker for worker in scheduler.workers_of(controller.desk) if not worker.lost}
     if there != controller.descriptors:
         for gone in [fd for fd, worker in controller.descriptors.items() if there.get(fd) is not worker]:
             try:
@@ -357,7 +357,7 @@ def begin_controller(folder: Path) -> Controller:
     made = Controller(folder, spec, None, listen_in(folder), ledger, generation + 1)
     number = spec.workers or (1 if spec.tier == Tier.REMOTE else cores())
     made.desk = Desk(spec.policy, worker_maker(spec, folder, made.now), number, spec.tier, made.note, idle_seconds)
-    made.desk.counts["swept"] = swept
+    made.desk.figures.counts["swept"] = swept
     made.selector.register(made.server, selectors.EVENT_READ, made.server)
     remember_processes(folder, (), made.generation)
     return made
@@ -370,7 +370,7 @@ def run_controller(controller: Controller) -> None:
             run_cycle(controller)
         print(f"ends: {controller.stop}", file=sys.stderr, flush=True)
     finally:
-        for number, job, reply in desks.close_desk(
+        for number, job, reply in scheduler.close_desk(
             controller.desk, controller.stop or "the pool failed", controller.now()
         ):
             if client := controller.clients.get(number):

@@ -41,7 +41,7 @@ import psutil
 
 from ..base.run_files import read_json, write_json
 from .pool_folder import Lines, connect_to_controller, order_json, pack_line, reply_of, sweep_pool
-from .pool_rules import PoolSpec, PoolStatus, settle_lateness, spec_of, status_of
+from .pool_rules import PoolSpec, PoolStatus, judge_lateness, spec_of, status_of
 from .types import End, Execution, Fault, Layer, Order, Program, Reply, SandboxLimits, to_bytes
 from .workspace import LayerStore, put_files, put_tree
 
@@ -474,7 +474,7 @@ class PoolSandbox:
     def exec(self, program: Program, limits: SandboxLimits = SandboxLimits()) -> Execution:
         """Run a program in the workspace and wait for its end. After one that was late, a known-good program says
         whether the machine was."""
-        return settle_lateness(self._run(program, limits), limits, self._run)
+        return judge_lateness(self._run(program, limits), limits, self._run)
 
     def _run(self, program: Program, limits: SandboxLimits) -> Execution:
         "Run a program and wait, without looking for a witness."

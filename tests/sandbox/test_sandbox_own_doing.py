@@ -32,7 +32,7 @@ from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
 from rlbench.sandbox.pool import AwaitableSandbox, stop_pool
-from rlbench.sandbox.pool_rules import settle_lateness
+from rlbench.sandbox.pool_rules import judge_lateness
 from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
 
 PLACES = [(tier, user) for tier in ("bwrap-zygote", "landlock") for user in USERS]
@@ -231,7 +231,7 @@ def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
     "Without idle processors beside it, too: a known-good program in the same place is not late."
     limits = SandboxLimits(**LIMITS | {"cpu_s": 0.15, "wall_s": 1.5})
     for name, code in WAITERS.items():
-        told = settle_lateness(cell.run(Program(code), limits), limits, cell.run)
+        told = judge_lateness(cell.run(Program(code), limits), limits, cell.run)
         assert told.end.of_model, (name, told)
 
 
@@ -269,10 +269,10 @@ def test_a_late_program_is_compared_with_a_known_good_one():
 
     limits = SandboxLimits(cpu_s=1, wall_s=2)
     for end in End:
-        told = settle_lateness(late, limits, place(end))
+        told = judge_lateness(late, limits, place(end))
         assert told.end is (End.WALL_LIMIT if end.of_model and end is not End.WALL_LIMIT else End.WALL_TIMEOUT)
     assert all("0.8" in program.code for program in asked)
-    assert settle_lateness(Execution(End.EXITED), limits, None).end is End.EXITED
+    assert judge_lateness(Execution(End.EXITED), limits, None).end is End.EXITED
 
 
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
