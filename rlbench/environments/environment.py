@@ -36,7 +36,7 @@ from .live_episodes import CLOSING_S, LiveEpisode, LiveEpisodes, play_turn
 from .scoring_messages import GivenUp, ScoreRequest, ScoreResult, ScoringWork, TurnResult
 from ..records import Outcome, response_texts
 from ..sandbox.types import Fault
-from ..sandbox.verdict import Masks
+from ..sandbox.verdict import MissingVerdicts
 
 # %% ../../nbs/environments/13_environment.ipynb #environment-running
 class RunningWork:
@@ -134,7 +134,7 @@ class EnvironmentActor:
         self.running = RunningWork()
         self.episodes = LiveEpisodes(at_once == 1)
         self.answers: list = []  # to requests that were given up
-        self.masks = Masks()  # of judgements that are missing
+        self.masks = MissingVerdicts()  # of judgements that are missing
         self.waited = 0.0  # seconds of the last unit of work in which there was nothing to do
         self.set(verifier, reward, environment, judging_pool, at_once)
 

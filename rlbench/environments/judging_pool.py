@@ -32,7 +32,7 @@ from ..records import Outcome, Rollout, Task, response_texts
 from ..sandbox.grade import digest_of_code, mark_unusual_cost
 from ..sandbox.grading_task import read_code_task
 from ..sandbox.types import Execution, Fault, Program, SandboxLimits
-from ..sandbox.verdict import Canary, Masks, Sighting, Suspicion, punish_masked, run_canary, sighting_of
+from ..sandbox.verdict import Canary, MissingVerdicts, Sighting, Suspicion, punish_masked, run_canary, sighting_of
 
 # %% ../../nbs/environments/12_judging_pool.ipynb #judging-pool-owned
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class JudgingPool:
     given: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # since a canary last passed
     tainted: dict[tuple[int, int], str] = field(default_factory=dict)  # under way when a canary passed again -> doubt
     to_withdraw: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)
-    masks: Masks = field(default_factory=Masks)
+    masks: MissingVerdicts = field(default_factory=MissingVerdicts)
     verifier: Callable | None = None  # for canaries, with the pool in its name
     ring: Callable | None = None  # called when a canary is over
     canary: Future | None = None  # under way, for the first of `doubted`
@@ -222,7 +222,7 @@ def disbelieved(found: Judged, message: str) -> Judged:
     )
 
 # %% ../../nbs/environments/12_judging_pool.ipynb #judging-pool-masks
-def punish_missing(masks: Masks, rollout: Rollout, judged: Judged, moment: float) -> Judged:
+def punish_missing(masks: MissingVerdicts, rollout: Rollout, judged: Judged, moment: float) -> Judged:
     """The judgement of an episode or of a function, given at a `moment` (seconds). It becomes zero where it is missing
     for this answer, or this task, again and again while others in the same minute get theirs."""
     if judged.verdict is not None or judged.outcome is Outcome.FUNCTION_ERROR:

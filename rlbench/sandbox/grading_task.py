@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'OUTPUTS', 'OBSERVED', 'PROTECTED', 'CHALLENGES', 'Test', 'CodeTask', 'read_code_task', 'code_blocks',
            'code_in', 'changes_in', 'wrapped_code', 'untag_value', 'answer_calls', 'run_test', 'run_project_test',
            'call_line', 'calls_program', 'asserts_source', 'stdio_program', 'accepted_changes', 'project_program',
-           'Runner', 'Grading', 'run_with_witness', 'Answer', 'words_for', 'read_answer', 'ask_calls']
+           'Runner', 'Grading', 'run_with_witness', 'Answer', 'call_words', 'read_answer', 'ask_calls']
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-imports
 # Tasks that are answered with code, the programs that a grader sends into a sandbox, and one grading under way: it runs
@@ -35,7 +35,16 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Protocol
 
-from .answers import RULES, Bad, Tree, canonical_tree, parse_line, read_literal, tag_value, tree_of
+from rlbench.sandbox.answers import (
+    RULES,
+    NotPlainData,
+    Tree,
+    canonical_tree,
+    parse_line,
+    read_literal,
+    tag_value,
+    tree_of,
+)
 from .types import KNOWN_GOOD, End, Execution, Fault, Program, SandboxLimits, to_bytes
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-task
@@ -107,7 +116,7 @@ def _tree_in_field(value: object, literal: bool, where: str) -> Tree:
     "The tree of a value in a task; a text is read as a Python literal if the task says `literal`."
     try:
         return tree_of(read_literal(value) if literal and isinstance(value, str) else value)
-    except (Bad, ValueError) as error:
+    except (NotPlainData, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-read-test
@@ -504,28 +513,29 @@ CHALLENGES = 2  # times that a known-good program gets on between two failures o
 
 @dataclass
 class Grading:
-    """A grading under way: where it runs, within which limits, and what happened. `slept`: seconds in which the
-    program slept, so far; `known_good`: the program is the task's own solution."""
+    """A grading under way: where it runs, within which limits, and what happened. `fresh`: a sandbox for each call;
+    `executions` so far; `signs` of cheating so far; `slept`: seconds in which the program slept, so far; `known_good`:
+    the program is the task's own solution."""
 
     runner: Runner
     limits: SandboxLimits = SandboxLimits()
     seed: int = 0
     fresh: bool = False
-    done: list[Execution] = field(default_factory=list)
+    executions: list[Execution] = field(default_factory=list)
     signs: list[str] = field(default_factory=list)
     slept: float = 0.0
     known_good: bool = False
 
-    def apart(self) -> "Grading":
-        "Another grading in the same place, with its own record of what was done."
+    def separate(self) -> "Grading":
+        "Another grading with the same runner, with a record of its own."
         return Grading(self.runner, self.limits, self.seed)
 
     def run(self, program: Program) -> Execution:
         """The execution of a program. Fault if the machine failed. A program that has slept for all of its time, or
         was unusable, does not run again."""
         unanswered = (None,) * len(program.calls)
-        if self.done and self.done[-1].end is End.UNUSABLE:
-            return replace(self.done[-1], answers=unanswered, message="not run: it was unusable before")
+        if self.executions and self.executions[-1].end is End.UNUSABLE:
+            return replace(self.executions[-1], answers=unanswered, message="not run: it was unusable before")
         left = self.limits.wall_s - self.slept
         if left < 0.05 * self.limits.wall_s:
             why = "not run: the program has slept for as long as it may take"
@@ -541,20 +551,20 @@ class Grading:
         return execution
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #grade-challenged
-def run_with_witness(bench: Grading, program: Program, limits: SandboxLimits) -> Execution:
+def run_with_witness(grading: Grading, program: Program, limits: SandboxLimits) -> Execution:
     """The execution of a program. A failure without a witness is the machine's only if a known-good program fails in
     the same place. If that one succeeds, again and again, the failure is the program's."""
-    execution = _run_safely(bench.runner, program, limits)
-    bench.done.append(execution)
+    execution = _run_safely(grading.runner, program, limits)
+    grading.executions.append(execution)
     for _ in range(CHALLENGES):
-        if not execution.end.needs_witness or not _run_safely(bench.runner, KNOWN_GOOD, limits).ok:
+        if not execution.end.needs_witness or not _run_safely(grading.runner, KNOWN_GOOD, limits).ok:
             return execution
-        execution = _run_safely(bench.runner, program, limits)
-        bench.done.append(execution)
+        execution = _run_safely(grading.runner, program, limits)
+        grading.executions.append(execution)
     if execution.end.needs_witness:
         why = f"{execution.end}, each time, while a known-good program got on in the same place; {execution.message}"
         execution = replace(execution, end=End.UNUSABLE, message=why)
-        bench.done[-1] = execution
+        grading.executions[-1] = execution
     return execution
 
 
@@ -580,11 +590,11 @@ class Answer:
     text: str = ""
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #grade-answers
-def words_for(bench: Grading, tests: str, code: str, number: int) -> list[str]:
-    "So many words, from seed, tests and code."
+def call_words(seed: int, tests: str, code: str, number: int) -> list[str]:
+    "Words that nobody can know beforehand, one for each call; the same for the same seed, tests and code."
     words = []
     for i in range(number):
-        text = f"{bench.seed}|{tests}|{code}|{i}"
+        text = f"{seed}|{tests}|{code}|{i}"
         words.append(blake2b(text.encode(), digest_size=6).hexdigest())
     return words
 
@@ -598,33 +608,33 @@ def read_answer(line: str | None, word: str, signs: list[str]) -> Answer:
         if len(found) == 4 and found[:2] == ["r", word] and all(type(each) is str for each in found):
             return Answer("r", name=found[2][:80], text=found[3][:200])
         if len(found) != 4 or found[:2] != ["v", word]:
-            raise Bad("no answer to this call")
+            raise NotPlainData("no answer to this call")
         return Answer("v", canonical_tree(found[2]), canonical_tree(found[3]))
-    except (Bad, RecursionError, MemoryError) as error:
+    except (NotPlainData, RecursionError, MemoryError) as error:
         signs.append("descriptor")
         return Answer("bad", text=str(error)[:200])
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #grade-ask
 def ask_calls(
-    bench: Grading,
+    grading: Grading,
     make: Callable[[list[str]], Program],
     calls: Sequence[tuple[tuple[Tree, ...], Mapping[str, Tree]]],
     key: tuple[str, str],
 ) -> tuple[list[Answer], list[Execution]]:
     """The answers to calls, from one program or, for a `fresh` grading, one program each; and the execution that each
     came from."""
-    words = words_for(bench, *key, len(calls))
+    words = call_words(grading.seed, *key, len(calls))
     lines = [call_line(word, *call) for word, call in zip(words, calls)]
     answers, origins = [], []
     numbers = range(len(lines))
-    for some in [[i] for i in numbers] if bench.fresh else [numbers]:
+    for some in [[i] for i in numbers] if grading.fresh else [numbers]:
         program = make([lines[i] for i in some])
-        execution = bench.run(program)
+        execution = grading.run(program)
         if execution.end is End.EXITED and not any(execution.answers):  # an answer that was lost would look like this
-            execution = bench.run(program)
+            execution = grading.run(program)
         given = [*execution.answers, *[None] * len(lines)]
-        answers += [read_answer(given[place], words[i], bench.signs) for place, i in enumerate(some)]
+        answers += [read_answer(given[place], words[i], grading.signs) for place, i in enumerate(some)]
         origins += [execution] * len(some)
         if execution.end is End.EXITED and None in given[: len(some)]:
-            bench.signs.append("exit")
+            grading.signs.append("exit")
     return answers, origins

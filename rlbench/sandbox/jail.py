@@ -6,7 +6,7 @@
 __all__ = ['GIVE', 'CHAIN', 'Session', 'Shelf', 'Jail', 'next_own_ticket', 'answer_order', 'send_to_zygote', 'flush_backlog',
            'lose_zygote', 'listen_to_zygote', 'give_order', 'give_exec', 'give_open', 'free_layer_space', 'drop_layer',
            'session_head', 'give_file', 'give_snapshot', 'give_close', 'stop_order', 'take_packet', 'reply_to_order',
-           'settle_opening', 'keep_snapshot']
+           'finish_session_opening', 'keep_snapshot']
 
 # %% ../../nbs/sandbox/14_jail.ipynb #jail-imports
 # `Jail`: one zygote as a worker that takes orders and replies.
@@ -421,7 +421,7 @@ def reply_to_order(
     "The reply to an order, from what the zygote says."
     order = jail.owed.get(ticket)
     if order and order.kind in ("open", "restore"):
-        settle_opening(jail, order, kind == "done")
+        finish_session_opening(jail, order, kind == "done")
     if kind == "execution":
         return Reply(ticket, execution_of(head, body, jail.tier, jail.name))
     if kind == "layer" and order:
@@ -431,7 +431,7 @@ def reply_to_order(
     return Reply(ticket, body if kind == "bytes" else None, missing=kind == "missing")
 
 
-def settle_opening(jail: Jail, order: Order, done: bool) -> None:
+def finish_session_opening(jail: Jail, order: Order, done: bool) -> None:
     "Note whether the layers that a session needed have arrived. Orders that waited for them are given again."
     session, shelf = jail.sessions.get(order.session), jail.shelf
     jail.opening.discard(order.session)

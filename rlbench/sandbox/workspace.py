@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHUNK', 'SINCE', 'TREE_BYTES', 'TREE_FILES', 'WHITEOUT', 'OPAQUE', 'read_pieces', 'digest_of', 'LayerStore',
            'tar_entry', 'put_tree', 'walk_tree', 'put_files', 'layer_members', 'view_layers', 'removed_path',
-           'read_file', 'merge_layers', 'settle_entry', 'write_layer', 'content_of', 'write_note', 'read_note']
+           'read_file', 'merge_layers', 'apply_entry', 'write_layer', 'content_of', 'write_note', 'read_note']
 
 # %% ../../nbs/sandbox/02_workspace.ipynb #workspace-imports
 # The store of layers: trees and changes of workspaces, each kept once under the digest of its bytes.
@@ -98,7 +98,7 @@ class LayerStore:
             os.close(aside)
 
     def check(self, digest: str) -> bool:
-        "Whether a layer still is what its name says."
+        "True if the bytes of a layer still have the digest in its name."
         fd = self.open(digest)
         try:
             return digest_of(fd) == digest
@@ -128,7 +128,7 @@ def put_tree(store: LayerStore, folder: str | Path, most_bytes: int = TREE_BYTES
     "Keep a folder as a layer; its digest. ValueError naming what cannot be kept."
     root, spent, count = Path(folder), 0, 0
     if not root.is_dir():
-        raise ValueError(f"store: {root} is no folder")
+        raise ValueError(f"store: folder {root} is no folder; name one that exists")
     with (
         tempfile.TemporaryFile(dir=store.folder) as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
@@ -240,14 +240,14 @@ def merge_layers(store: LayerStore, layers: Sequence[str]) -> str:
                 del kept[path]
         for member in found:
             if not removed_path(member):
-                settle_entry(kept, digest, member)
+                apply_entry(kept, digest, member)
             kept[member.name] = (digest, member)
     return write_layer(store, kept)
 
 # %% ../../nbs/sandbox/02_workspace.ipynb #workspace-settle
-def settle_entry(kept: dict[str, tuple[str, tarfile.TarInfo]], digest: str, member: tarfile.TarInfo) -> None:
-    """Apply an entry to older ones. A folder where something was deleted, or was no folder, must go on hiding what is
-    below it in the base. Anything else takes the place of a folder and all in it."""
+def apply_entry(kept: dict[str, tuple[str, tarfile.TarInfo]], digest: str, member: tarfile.TarInfo) -> None:
+    """Let an entry replace the older ones that it hides. A folder in a place where something was deleted, or where a
+    file was, must go on hiding what is below it in the base. Anything else replaces a folder and all in it."""
     folder, _, last = member.name.rpartition("/")
     older = kept.get(member.name)
     hid = (

@@ -19,13 +19,13 @@ from markupsafe import Markup
 
 from ..base.tables import VERDICTS
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.verdict import Reading, read_verdict
+from ..sandbox.verdict import ReadableVerdict, readable_verdict
 from .html import fill_template
 
 # %% ../../nbs/views/12_program_tests.ipynb #progtests-read
 def read_program_verdicts(
     folder: str | Path | RunReader, answers: Mapping[tuple[int, int], str]
-) -> dict[tuple[int, int], Reading]:
+) -> dict[tuple[int, int], ReadableVerdict]:
     "(rollout, attempt) -> the verdict on its program. `answers`: the task's answer for each (rollout, attempt) wanted."
     reader = reader_of(folder)
     wanted = [rollout for rollout, _ in answers]
@@ -38,7 +38,7 @@ def read_program_verdicts(
     for row in rows.iter_rows(named=True):
         key = (row["rollout"], row["try"])
         if key in answers:
-            readings[key] = read_verdict(row, answers[key])
+            readings[key] = readable_verdict(row, answers[key])
     return readings
 
 # %% ../../nbs/views/12_program_tests.ipynb #progtests-html
@@ -61,7 +61,7 @@ FAILED_TESTS = """
 """
 
 
-def failed_tests_html(verdict: Reading, most: int = 4) -> Markup:
+def failed_tests_html(verdict: ReadableVerdict, most: int = 4) -> Markup:
     "At most `most` of the tests that a program failed, as a table, and the facts of its verdict."
     return fill_template(
         FAILED_TESTS,

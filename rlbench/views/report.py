@@ -32,7 +32,7 @@ from ..base.chart_parts import short_number
 from ..base.run_charts import command_marks
 from ..loop.config_notes import draw_in_words
 from ..runtime.run_reader import RunReader
-from ..sandbox.verdict import Reading
+from ..sandbox.verdict import ReadableVerdict
 from .html import UNKNOWN, fill_template, format_duration, join_html
 from .program_tests import read_program_verdicts
 from .report_figures import figure_sections, note_html, section_html
@@ -410,7 +410,7 @@ def report_html(
     data: RunData,
     rollouts: Sequence[ShownRollout] = (),
     failures: ScoringFailures = ScoringFailures(),
-    verdicts: Mapping[tuple[int, int], Reading] = MappingProxyType({}),
+    verdicts: Mapping[tuple[int, int], ReadableVerdict] = MappingProxyType({}),
 ) -> Markup:
     "The whole page. `verdicts` on programs are by (rollout, attempt)."
     summary = summarize_run(data)

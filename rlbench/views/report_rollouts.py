@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from ..base.chart_parts import short_number
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.verdict import Reading, answer_in_words, code_task_of
+from ..sandbox.verdict import ReadableVerdict, answer_in_words, code_task_of
 from .html import fill_template
 from .program_tests import failed_tests_html
 from .report_figures import note_html
@@ -122,7 +122,7 @@ ROLLOUT = """
 """
 
 
-def rollout_html(r: ShownRollout, when: str, verdict: Reading | None = None) -> Markup:
+def rollout_html(r: ShownRollout, when: str, verdict: ReadableVerdict | None = None) -> Markup:
     "One rollout to read: verdict first, then prompt and response as they were; for a program also its tests."
     kind = "tests" if code_task_of(r.answer) else "answer"
     verdicts = {True: "right", False: "wrong", None: "not judged"}
@@ -166,7 +166,7 @@ PAIRS = """
 
 
 def rollout_pairs_html(
-    pairs: Sequence[Pair], verdicts: Mapping[tuple[int, int], Reading] = MappingProxyType({})
+    pairs: Sequence[Pair], verdicts: Mapping[tuple[int, int], ReadableVerdict] = MappingProxyType({})
 ) -> Markup:
     "Pairs of cards, early on the left. A heading names the level where it changes."
     if not pairs:

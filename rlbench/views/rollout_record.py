@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..sandbox.verdict import Reading
+from ..sandbox.verdict import ReadableVerdict
 
 # %% ../../nbs/views/51_rollout_record.ipynb #rollout-record-fields
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RolloutRecord:
     states: tuple[str, ...] = ()  # per turn: id of the environment's state in which it began
     writers: tuple[int, ...] = ()  # per turn: version that issued the newest writes in that state, -1 if none
     earlier: tuple[EarlierAttempt, ...] = ()  # attempts before this one
-    tests: Reading | None = None  # of a program: the verdict on it, test by test
+    tests: ReadableVerdict | None = None  # of a program: the verdict on it, test by test
     other_branches: tuple[tuple[int, tuple[str, ...]], ...] = ()  # place and words: prompt, response, observation, ...
     unrecorded: frozenset[str] = frozenset()  # fields whose values another system did not record
 

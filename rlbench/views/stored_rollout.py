@@ -27,7 +27,7 @@ from ..base.tables import ROLLOUTS, TOKENS, VERDICTS
 from ..foreign.opening import scan_opened
 from ..foreign.source import read_source
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.verdict import Reading, code_task_of, read_verdict
+from ..sandbox.verdict import ReadableVerdict, code_task_of, readable_verdict
 from .decode import load_decoder
 from .loss_card import LossCard, loss_card
 from .rollout_html import MOST_TOKENS, framed_rollout, rollout_card_html
@@ -167,7 +167,7 @@ def _earlier_attempts(reader: RunReader, row: Mapping) -> tuple[EarlierAttempt, 
 # %% ../../nbs/views/53_stored_rollout.ipynb #stored-rollout-tests
 def tests_of(
     folder: str | Path | RunReader, rollout: int, attempt: int | None = None, answer: str = ""
-) -> Reading | None:
+) -> ReadableVerdict | None:
     "The verdict on a rollout's program, test by test; None if it has none. `answer`: of its task, if it is known."
     reader = reader_of(folder)
     verdict = last_row(reader, "verdicts", rollout, attempt)
@@ -176,7 +176,7 @@ def tests_of(
     if not answer:
         row = last_row(reader, "rollouts", rollout, attempt) or {}
         answer = row.get("answer") or ""
-    return read_verdict(verdict, answer)
+    return readable_verdict(verdict, answer)
 
 
 def rollout_html(folder: str | Path | RunReader, rollout: int, attempt: int | None = None) -> str:

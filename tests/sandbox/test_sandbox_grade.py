@@ -12,7 +12,7 @@ from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_progr
 from rlbench.sandbox.types import End, Execution, Fault, SandboxLimits
 from rlbench.sandbox.verdict import (
     CheckedTest,
-    Masks,
+    MissingVerdicts,
     Sighting,
     Verdict,
     difference_between,
@@ -389,7 +389,7 @@ def test_arguments_as_text_are_refused_by_field(args, reason):
 
 def play_minute(answers, canary_fails=lambda: False, worker=lambda n: f"w{(n + n // 20) % 4}", seconds=50.0):
     "Show the guard a minute of (task, program, masked), with a canary for each that it suspects; how many masked ones are blamed on the programs, and all of them."
-    masks, blamed, masked_in_all = Masks(), 0, 0
+    masks, blamed, masked_in_all = MissingVerdicts(), 0, 0
     for n, (task_, program, masked) in enumerate(answers):
         sighting = Sighting(task_, program, 7, masked, seconds * n / len(answers), worker(n))
         masks.note(sighting)
@@ -443,7 +443,7 @@ def test_masks_are_the_policys_where_others_get_their_verdicts():
     "A program that has no verdict again and again while others have theirs; not where all have none, nor after a minute."
     evil = [Sighting("t", "evil", 7, True, float(n), f"w{n % 2}") for n in range(3)]
     good = [Sighting("t", f"p{n}", 7, False, 2.0, "w0") for n in range(12)]
-    masks = Masks()
+    masks = MissingVerdicts()
     for each in evil:
         masks.note(each)
     assert masks.suspects(evil[2]) and not masks.blame(evil[2]), "nobody else was seen"
@@ -451,7 +451,7 @@ def test_masks_are_the_policys_where_others_get_their_verdicts():
         masks.note(each)
     assert "3 of 3 verdicts of this program" in masks.blame(evil[2]) and not masks.blame(good[0])
     assert not masks.blame(replace(evil[2], at=99.0)), "too long ago"
-    everybody = Masks()
+    everybody = MissingVerdicts()
     for each in (*evil, *(replace(each, masked=True) for each in good)):
         everybody.note(each)
     assert not everybody.blame(evil[2])

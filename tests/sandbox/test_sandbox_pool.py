@@ -113,9 +113,9 @@ def test_a_controller_outlives_who_started_it(tmp_path, script, pool_at):
 @pytest.fixture(autouse=True)
 def fake_by_default(tmp_path):
     "Pools of this module that nobody has described have fake workers with processes."
-    from rlbench.sandbox.pool import settle_spec
+    from rlbench.sandbox.pool import load_or_write_spec
 
-    settle_spec(tmp_path / "pool", PROCESSES)
+    load_or_write_spec(tmp_path / "pool", PROCESSES)
 
 
 def test_a_controller_that_is_killed(pool_at):
