@@ -83,21 +83,24 @@ def make_filter(profile: str, machine: str) -> bytes:
         made = sc.SyscallFilter(sc.ERRNO(38))  # ENOSYS
     known = {"x86_64": sc.Arch.X86_64, "aarch64": sc.Arch.AARCH64}
     if machine not in known:
-        raise ValueError(f"machine: {machine!r} has no filter; there are those of {' and '.join(known)}")
+        raise ValueError(f"machine: {machine!r} has no filter; give {' or '.join(known)}")
     arch = known[machine]
     if arch != sc.system_arch():
         made.remove_arch(sc.Arch.NATIVE)
         made.add_arch(arch)
     made.set_attr(sc.Attr.ACT_BADARCH, sc.KILL_PROCESS)
     made.set_attr(sc.Attr.CTL_OPTIMIZE, 2)  # a tree, not a list: the kernel walks it for every number when it loads it
-    (add_child_rules if profile == "child" else add_list_rules)(sc, made, profile)
+    if profile == "child":
+        add_child_rules(sc, made)
+    else:
+        add_list_rules(sc, made, profile)
     with tempfile.TemporaryFile() as file:
         made.export_bpf(file)
         file.seek(0)
         return file.read()
 
 # %% ../../nbs/sandbox/12_filters.ipynb #jail-generate-child
-def add_child_rules(sc, made, profile: str) -> None:
+def add_child_rules(sc, made) -> None:
     "Add the rules of the small filter: what only a zygote may do."
     for name in SETUP:
         made.add_rule(sc.ERRNO(1), name)
@@ -129,7 +132,9 @@ TERMINAL_QUESTIONS = (
 
 def add_list_rules(sc, made, profile: str) -> None:
     "Add the rules of a filter that allows what is on a list."
-    allowed, zygotes, processes = PROFILES[profile], "mount" in PROFILES[profile], "fork" in PROFILES[profile]
+    allowed = PROFILES[profile]
+    may_set_up = "mount" in allowed  # only a zygote may
+    may_fork = "fork" in allowed
     for name in allowed:
         made.add_rule(sc.ALLOW, name)
     for name in REFUSED:
@@ -139,19 +144,19 @@ def add_list_rules(sc, made, profile: str) -> None:
         made.add_rule(sc.ALLOW, "fcntl", sc.Arg(1, sc.EQ, command))
     for command in TERMINAL_QUESTIONS:
         made.add_rule(sc.ALLOW, "ioctl", sc.Arg(1, sc.EQ, command))
-    for option in (2, 3, 15, 16, 21, 23, 39, 0x53564D41, *SETUP_OPTIONS * zygotes):  # names and questions
+    for option in (2, 3, 15, 16, 21, 23, 39, 0x53564D41, *SETUP_OPTIONS * may_set_up):  # names and questions
         made.add_rule(sc.ALLOW, "prctl", sc.Arg(0, sc.EQ, option))
     for name in ("prlimit64", "sched_setaffinity"):
         made.add_rule(sc.ALLOW, name, sc.Arg(0, sc.EQ, 0))  # of oneself
     # Shared memory in no file stays when it is let go, and nobody can count it: only a zygote may have it.
-    for flags in [0, SHARED, ANONYMOUS] + [SHARED | ANONYMOUS] * zygotes:
+    for flags in [0, SHARED, ANONYMOUS] + [SHARED | ANONYMOUS] * may_set_up:
         made.add_rule(sc.ALLOW, "mmap", sc.Arg(3, sc.MASKED_EQ, SHARED | ANONYMOUS, flags))
-    if not zygotes:
+    if not may_set_up:
         made.add_rule(sc.ERRNO(12), "mmap", sc.Arg(3, sc.MASKED_EQ, SHARED | ANONYMOUS, SHARED | ANONYMOUS))
     made.add_rule(sc.ALLOW, "socketpair", sc.Arg(0, sc.EQ, 1))  # AF_UNIX
     for name, at in (("mknod", 1), ("mknodat", 2)):
         made.add_rule(sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o010000))  # a pipe with a name
-        if zygotes:
+        if may_set_up:
             made.add_rule(
                 sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o020000), sc.Arg(at + 1, sc.EQ, 0)
             )  # a file that is deleted, in an overlay
@@ -159,7 +164,7 @@ def add_list_rules(sc, made, profile: str) -> None:
         sc.ALLOW,
         "clone",
         sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES, 0)
-        if processes
+        if may_fork
         else sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES | THREAD, THREAD),
     )
 

@@ -59,7 +59,7 @@ from rlbench.sandbox.types import (
 )
 from .zygote_child import landlock_version
 from .zygote_sessions import remove_path
-from .zygote_state import WORK, Kernel, decode_packet, encode_head, receive_packet, send_packet
+from .zygote_state import WORK_FOLDER, Kernel, decode_packet, encode_head, receive_packet, send_packet
 
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-who
 TRANSIENT = range(61184, 65520)  # users that stand in no list, see systemd's DynamicUser
@@ -121,7 +121,7 @@ def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-command
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": WORK,
+    "HOME": WORK_FOLDER,
     "USER": "nobody",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",

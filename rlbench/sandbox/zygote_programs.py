@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['ARM_AFTER', 'spawn_child', 'open_output_pipe', 'listen_to_outputs', 'start_program', 'take_session_tree',
            'folder_of_program', 'fits_armed_child', 'hand_over_order', 'arm_child', 'disarm_child',
-           'drain_child_signals', 'reap_children', 'forget_child', 'finish_program', 'read_last_words',
+           'drain_child_signals', 'reap_children', 'forget_child', 'finish_program', 'read_child_reports',
            'end_of_program', 'lengths_of_answers', 'forget_run']
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-programs-imports
 # One program from its order to its answer.
 #
 # What always holds:
-#   * Each program gets a fresh child. It is forked for the order, or it waited for one, locked in already ("armed").
+#   * Each program gets a fresh child. It is forked for the order, or it waited for one, without rights already ("armed").
 #   * An order has one answer: an execution, or a fault that says why the program could not start.
 #   * What is left in the pipes is read before the end is judged, and CPU time is judged as it was measured.
 #   * A SIGKILL that nobody here sent is the kernel's only if the kernel says so; else it is the program's own doing.
@@ -22,27 +22,27 @@ import os
 import struct
 import time
 
-from .zygote_child import limits_of, live_as_child
+from .zygote_child import process_limits_of, run_child
 from .zygote_sessions import open_to_owner, start_helper
 from rlbench.sandbox.zygote_state import (
+    AT_FDCWD,
     DEFAULT_DISK,
     DEFAULT_INODES,
-    HERE,
     OPEN_TREE,
     SIGKILL,
     SIGSYS,
     SIGXCPU,
     TREE_CLOEXEC,
     TREE_CLONE,
-    WORK,
-    clear_files,
+    WORK_FOLDER,
+    clear_placed_files,
     encode_head,
+    enter_home,
     fault_head,
     fork_child,
-    go_home,
-    lay_files,
     open_channel,
     open_pipe,
+    place_files,
     prepare_room,
     send_answer,
     send_packet,
@@ -52,7 +52,7 @@ from rlbench.sandbox.zygote_watch import (
     MEASURE,
     ProgramRun,
     ask_next_call,
-    count_ooms,
+    count_oom_kills,
     kill_processes,
     lacks_disk,
     lacks_memory,
@@ -65,19 +65,23 @@ from rlbench.sandbox.zygote_watch import (
 )
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-start
-def spawn_child(z, head=None, place=()):
-    """Fork a child, with an order or without: (pid, our end of its channel). Everything possible is done before the
+def spawn_child(z, head=None, files=()):
+    """Fork a child, for an order or to wait for one: (pid, our end of its channel). Everything possible is done before the
     fork, because afterwards each page that either side touches has to be copied."""
-    clear_files(z)
+    clear_placed_files(z)
     prepare_room(z)
     ours, theirs = z.channels.pop() if z.channels else open_channel()
-    z.laid = files = {**dict(place), "channel": theirs, **({"rules": z.rules} if z.rules >= 0 else {})}
-    z.litter.append(theirs)
-    told = head and (head, files, limits_of(head))
-    lay_files(files)
+    z.placed_files = placed = {
+        **dict(files),
+        "channel": theirs,
+        **({"rules": z.landlock_rules} if z.landlock_rules >= 0 else {}),
+    }
+    z.files_to_close.append(theirs)
+    order = head and (head, placed, process_limits_of(head))
+    place_files(placed)
     pid = fork_child(z, fresh=True)
     if not pid:
-        live_as_child(z, theirs, told)
+        run_child(z, theirs, order)
     return pid, ours
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-pipes
@@ -92,10 +96,10 @@ def open_output_pipe(z, run, slot):
 
 def listen_to_outputs(z, now):
     "Listen to the output of programs that have run for a while."
-    while z.young and (z.young[0].pid < 0 or z.young[0].heard <= now):
-        run = z.young.popleft()
+    while z.unheard_runs and (z.unheard_runs[0].pid < 0 or z.unheard_runs[0].listen_at <= now):
+        run = z.unheard_runs.popleft()
         if run.pid > 0:
-            clear_files(z)
+            clear_placed_files(z)
             for fd in [fd for fd, slot in run.sources.items() if slot < 2]:
                 z.listen(fd, lambda r, fd=fd: read_output(z, r, fd), run)
 
@@ -104,9 +108,9 @@ def start_program(z, head, rest, fds):
     "Start the program of an order."
     now = time.monotonic()
     run, place = ProgramRun(head, now), dict(zip(head["fds"].split(","), fds))
-    if now > z.ooms_at + 1:
-        z.ooms, z.ooms_at = count_ooms(z), now
-    run.arena = uninherited_memory(z, 3 * (run.room + 1))
+    if now > z.oom_kills_at + 1:
+        z.oom_kills, z.oom_kills_at = count_oom_kills(z), now
+    run.arena = uninherited_memory(z, 3 * (run.most_output + 1))
     calls = place.pop("calls", -1)
     try:
         if head["tree"]:
@@ -114,54 +118,54 @@ def start_program(z, head, rest, fds):
         place |= {"out": open_output_pipe(z, run, 0), "err": open_output_pipe(z, run, 1)}
         if calls >= 0:
             run.calls = map_lines(calls)
-            place["call"], run.feeding = os.pipe()
-            os.set_blocking(run.feeding, False)
+            place["call"], run.calls_fd = os.pipe()
+            os.set_blocking(run.calls_fd, False)
             place["answer"] = open_output_pipe(z, run, 2)
         head["fds"], head["place"] = ",".join(place), folder_of_program(z, run, head)
         hand_over_order(z, run, head, place)
         z.children[run.pid] = finish_program, run
         z.runs[run.ticket] = run
-        z.young.append(run)
+        z.unheard_runs.append(run)
         if run.calls:
-            z.listen(run.feeding, lambda r: write_calls(z, r), run, 0)
+            z.listen(run.calls_fd, lambda r: write_calls(z, r), run, 0)
             ask_next_call(z, run, now)
         z.census_due = min(z.census_due, now + FIRST_CENSUS)
     except (OSError, KeyError) as error:
         forget_run(z, run)
         send_answer(z, fault_head(run.ticket, "start_failed", f"{type(error).__name__}: {error}"))
     finally:
-        z.litter += [fd for fd in (calls, *place.values()) if fd >= 0]  # see clear
+        z.files_to_close += [fd for fd in (calls, *place.values()) if fd >= 0]  # see `clear_placed_files`
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-start-b2
 def take_session_tree(z, session, place):
     "Take a session's workspace, to be moved into a child's world."
-    if z.rooms:
-        go_home(z)
+    if z.has_rooms:
+        enter_home(z)
         open_to_owner(z.sessions[session])
         place["tree"] = z.kernel.call(
-            "syscall", OPEN_TREE, HERE, z.sessions[session].encode(), TREE_CLONE | TREE_CLOEXEC
+            "syscall", OPEN_TREE, AT_FDCWD, z.sessions[session].encode(), TREE_CLONE | TREE_CLOEXEC
         )
 
 
 def folder_of_program(z, run, head):
     """The folder that a program starts in. Without namespaces: its session's, one of its own, or an empty one where it
     may not write."""
-    if z.rooms:
-        return WORK
+    if z.has_rooms:
+        return WORK_FOLDER
     if head["tree"]:
-        run.place = z.sessions[head["tree"]]
-        open_to_owner(run.place)
+        run.folder = z.sessions[head["tree"]]
+        open_to_owner(run.folder)
     elif head["writable"] == "1":
-        run.place = run.own = f"{z.scratch}/r{head['ticket']}"
-        os.mkdir(run.own)
-    return run.place or f"{z.scratch}/empty"
+        run.folder = run.own_folder = f"{z.scratch}/r{head['ticket']}"
+        os.mkdir(run.own_folder)
+    return run.folder or f"{z.scratch}/empty"
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-hand-over
 def fits_armed_child(z, head):
     """True if an armed child can take the order: its room has the usual size, and it can take no session's tree any
     more."""
     return (
-        not z.rooms
+        not z.has_rooms
         or not head["tree"]
         and (int(head["disk_mb"]), int(head["inodes"])) == (DEFAULT_DISK, DEFAULT_INODES)
     )
@@ -188,7 +192,7 @@ def arm_child(z):
     try:
         pid, channel = spawn_child(z)
     except OSError:
-        z.wanted = 0  # the machine refuses; orders will say why
+        z.wanted_armed = 0  # the machine refuses; orders will say why
         return
     z.armed.append((pid, channel))
     z.children[pid] = disarm_child, pid
@@ -200,11 +204,11 @@ def disarm_child(z, pid):
     for child in [child for child in z.armed if child[0] == pid]:
         z.armed.remove(child)
         child[1].close()
-        z.wanted = 0
+        z.wanted_armed = 0
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-finish
 def drain_child_signals(ended):
-    "Read the news that children have ended; it does not say how many."
+    "Empty the file that tells of ended children; it does not say how many have ended."
     try:
         os.read(ended, 1 << 14)
     except BlockingIOError:
@@ -224,14 +228,14 @@ def reap_children(z):
 
 
 def forget_child(z, pid):
-    "Take leave of a child that nobody asks for."
+    "Reap a child that no run or helper belongs to."
     os.waitpid(pid, 0)
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-collect
 def finish_program(z, run):
     "After a program's end: collect what is left, and answer."
     now = time.monotonic()
-    if not z.rooms:
+    if not z.has_rooms:
         kill_processes(z, run)
     if now - run.began > MEASURE:
         measure_waiting(z, run, [(run.pid,)], now)
@@ -240,7 +244,7 @@ def finish_program(z, run):
     for fd in list(run.sources):
         while read_output(z, run, fd):
             pass
-    went, ended = read_last_words(run)
+    started_at, ended = read_child_reports(run)
     cpu = usage.ru_utime + usage.ru_stime
     run.peak_kb = max(run.peak_kb, usage.ru_maxrss)
     if run.reason == "ended":
@@ -249,13 +253,13 @@ def finish_program(z, run):
     status = status if ended is None else ended
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL
     end = run.reason or end_of_program(
-        run, went, status, cpu, went and killed and lacks_memory(z), not went and lacks_disk(z)
+        run, started_at, status, cpu, started_at and killed and lacks_memory(z), not started_at and lacks_disk(z)
     )
     if run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10):
         run.hit.add("memory_mb")
     counts = lengths_of_answers(run)
-    out = min(run.used[0], run.room)
-    err = min(run.used[1], run.room - out)
+    out = min(run.received[0], run.most_output)
+    err = min(run.received[1], run.most_output - out)
     head = {
         "ticket": run.ticket,
         "kind": "execution",
@@ -266,44 +270,44 @@ def finish_program(z, run):
         "kb": run.peak_kb,
         "faults": usage.ru_minflt,
         "hit": ",".join(sorted(run.hit)),
-        "started": f"{max(went - run.began, 0) if went else 0:.6f}",
+        "started": f"{max(started_at - run.began, 0) if started_at else 0:.6f}",
         "warm": int(run.warm),
         "out": out,
         "err": err,
         "counts": len(counts),
-        "slept": f"{seconds_asleep(run, went, now, cpu):.6f}",
-        "message": run.said.replace("\n", " ")[:500],
+        "slept": f"{seconds_asleep(run, started_at, now, cpu):.6f}",
+        "message": run.message.replace("\n", " ")[:500],
     }
-    whole, at = memoryview(run.arena), run.room + 1
+    whole, at = memoryview(run.arena), run.most_output + 1
     send_answer(
         z, head, [whole[:out], whole[at : at + err], counts, *(whole[a:b] for a, b in filter(None, run.answers))]
     )
     forget_run(z, run)
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-collect-part-2
-def read_last_words(run):
-    "(when the program started, how its command ended) from what the child said on its channel."
-    went, ended = 0.0, None
+def read_child_reports(run):
+    "(when the program started or 0, the status of its command or None), from what the child said on its channel."
+    started_at, ended = 0.0, None
     try:
         while packet := run.channel.recv(4096):
             word, _, rest = packet.partition(b" ")
             if word == b"go":
-                went = int(rest) / 1e9
+                started_at = int(rest) / 1e9
             elif word == b"x":
                 ended = int(rest)
             else:
-                run.said = packet.decode(errors="replace")
+                run.message = packet.decode(errors="replace")
     except OSError:
         pass
-    return went, ended
+    return started_at, ended
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-finish-b
-def end_of_program(run, went, status, cpu, memory=False, disk=False):
+def end_of_program(run, started_at, status, cpu, memory=False, disk=False):
     """The end of a program that was not ended from here. `memory`, `disk`: the machine is known to have had none left.
     Without that knowledge, what happens to a program that has started is its own doing."""
-    whose, _, run.said = run.said.partition(" ")
-    if not went:
-        return "host_disk_full" if disk else whose or "start_failed"
+    child_end, _, run.message = run.message.partition(" ")
+    if not started_at:
+        return "host_disk_full" if disk else child_end or "start_failed"
     sign = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if cpu > float(run.head["cpu_s"]) or sign == SIGXCPU:
         return "cpu_limit"
@@ -322,13 +326,13 @@ def lengths_of_answers(run):
 def forget_run(z, run):
     "Close what belongs to a run."
     z.runs.pop(run.ticket, None)
-    for fd in (run.feeding, *run.sources):
-        z.drop(fd)
-    if run.own:
-        start_helper(z, {"kind": "sweep", "ticket": 0, "path": run.own}, b"", [])
+    for fd in (run.calls_fd, *run.sources):
+        z.close_file(fd)
+    if run.own_folder:
+        start_helper(z, {"kind": "sweep", "ticket": 0, "path": run.own_folder}, b"", [])
     if run.channel:
         run.channel.close()
     if run.calls:
         run.calls.close()
     if run.arena:
-        z.arenas.setdefault(3 * (run.room + 1), []).append(run.arena)
+        z.arenas.setdefault(3 * (run.most_output + 1), []).append(run.arena)

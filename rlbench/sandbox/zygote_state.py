@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 'NOEXEC', 'REMOUNT', 'BIND', 'DETACH',
-           'OPEN_TREE', 'MOVE_MOUNT', 'LANDLOCK', 'TREE_CLONE', 'TREE_CLOEXEC', 'MOVE_EMPTY', 'HERE', 'PDEATHSIG',
+           'OPEN_TREE', 'MOVE_MOUNT', 'LANDLOCK', 'TREE_CLONE', 'TREE_CLOEXEC', 'MOVE_EMPTY', 'AT_FDCWD', 'PDEATHSIG',
            'DUMPABLE', 'SECCOMP', 'SECUREBITS', 'NO_NEW_PRIVS', 'SIGKILL', 'SIGCHLD', 'SIGXCPU', 'SIGSYS',
-           'ROOT_IS_NOBODY', 'PACKET', 'DEFAULT_DISK', 'DEFAULT_INODES', 'WORK', 'SPARE', 'INLINE', 'SEATS', 'Kernel',
-           'Stance', 'encode_head', 'decode_packet', 'send_packet', 'receive_packet', 'find_marks', 'open_vmstat',
-           'Zygote', 'fault_head', 'send_answer', 'deliver_answers', 'open_channel', 'open_pipe', 'lay_files',
-           'clear_files', 'disk_options', 'begin_pid_namespace', 'prepare_room', 'prepare_next_child', 'give_room_away',
-           'go_home', 'fork_child']
+           'ROOT_IS_NOBODY', 'MOST_PACKET', 'DEFAULT_DISK', 'DEFAULT_INODES', 'WORK_FOLDER', 'TMP_FOLDER',
+           'MOST_INLINE', 'FILE_NUMBERS', 'Kernel', 'ProcessSettings', 'encode_head', 'decode_packet', 'send_packet',
+           'receive_packet', 'find_marks', 'open_vmstat', 'Zygote', 'fault_head', 'send_answer', 'deliver_answers',
+           'open_channel', 'open_pipe', 'place_files', 'clear_placed_files', 'disk_options', 'begin_pid_namespace',
+           'prepare_room', 'prepare_next_child', 'give_room_away', 'enter_home', 'fork_child']
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-state-imports
 # The ground of the zygote: system calls, the processor, packets; its state and answers, and a room for the next child.
@@ -56,7 +56,7 @@ LANDLOCK = 444  # the first of three that follow each other
 TREE_CLONE = 1
 TREE_CLOEXEC = 0o2000000
 MOVE_EMPTY = 4
-HERE = -100
+AT_FDCWD = -100
 PDEATHSIG = 1
 DUMPABLE = 4
 SECCOMP = 22
@@ -105,69 +105,72 @@ class Kernel:
         "mount(2); `kind` None for a remount or a bind."
         self.call("mount", source or kind, where, kind, flags, data)
 
-    def keep_filter(self, code):
-        "Keep a seccomp filter ready to load: BPF instructions as bytes."
+    def prepare_filter(self, code):
+        "Prepare a seccomp filter for `apply_filter`. `code`: its BPF instructions."
         self._filter = ctypes.create_string_buffer(code, len(code))
         self._program = ctypes.create_string_buffer(
             struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
         )
 
-    def drop(self):
+    def drop_capabilities(self):
         """Give up every capability for good. What is executed later gets none either, because NO_NEW_PRIVS is set and
         root is nobody."""
         self.call("prctl", SECUREBITS, ROOT_IS_NOBODY, 0, 0, 0)
         self.call("capset", self._header, self._none)
 
-    def filter(self):
+    def apply_filter(self):
         "Load the filter: from now on the kernel refuses every system call that it does not allow."
         self.call("prctl", SECCOMP, 2, self._program, 0, 0)
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-stance
-class Stance:
-    "Which processors the process uses, and whether the end of a child wakes it."
+class ProcessSettings:
+    """The settings that a child inherits: the processors of the process, and whether the end of a child wakes it.
+    The zygote has its own and takes the child's just before a fork."""
 
     def __init__(self, kernel):
         self.call = kernel.call
-        self.loose = True
-        self.everywhere = b""
-        self.here = b""
-        self.child, self.nothing = struct.pack("Q", 1 << SIGCHLD - 1) + bytes(120), bytes(128)
+        self.are_childs = True
+        self.child_cores = b""  # as masks; empty if the process may use all
+        self.own_cores = b""
+        self.sigchld = struct.pack("Q", 1 << SIGCHLD - 1) + bytes(120)
+        self.no_signal = bytes(128)
 
     def pin(self, core):
         "Stay on one processor from now on; do nothing if the kernel refuses."
         try:
-            everywhere, here = (
+            child_cores, own_cores = (
                 sum(1 << each for each in cores).to_bytes(128, "little") for cores in (os.sched_getaffinity(0), [core])
             )
             os.sched_setaffinity(0, [core])
-            self.everywhere, self.here = everywhere, here
+            self.child_cores, self.own_cores = child_cores, own_cores
         except OSError:
             pass
 
-    def ends(self):
-        "A file that becomes readable when a child has ended while the stance was kept."
-        self.keep()
-        return self.call("signalfd", -1, self.child, os.O_NONBLOCK | os.O_CLOEXEC)
+    def open_child_ends(self):
+        "A file that becomes readable when a child has ended under the zygote's own settings."
+        self.take_own_settings()
+        return self.call("signalfd", -1, self.sigchld, os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def loosen(self):
-        "Take the settings that a child shall inherit: all processors, and ends of its own children."
-        self.loose = True
-        if self.everywhere:
-            self.call("sched_setaffinity", 0, 128, self.everywhere)
-        self.call("sigprocmask", 2, self.nothing, None)
+    def take_child_settings(self):
+        "Take the settings that a child shall inherit: all processors, and no signal blocked."
+        self.are_childs = True
+        if self.child_cores:
+            self.call("sched_setaffinity", 0, 128, self.child_cores)
+        self.call("sigprocmask", 2, self.no_signal, None)
 
-    def keep(self):
+    def take_own_settings(self):
         """Take the zygote's own settings before it sleeps. True if they were the child's, so that an end may have been
         missed."""
-        was, self.loose = self.loose, False
-        if was:
-            self.call("sigprocmask", 0, self.child, None)
-            if self.everywhere:
-                self.call("sched_setaffinity", 0, 128, self.here)
-        return was
+        were_childs = self.are_childs
+        self.are_childs = False
+        if were_childs:
+            self.call("sigprocmask", 0, self.sigchld, None)
+            if self.child_cores:
+                self.call("sched_setaffinity", 0, 128, self.own_cores)
+        return were_childs
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-packets
-PACKET = 1 << 16
+MOST_PACKET = 1 << 16
 
 
 def encode_head(header):
@@ -188,15 +191,15 @@ def send_packet(channel, parts, fds=()):
 
 def receive_packet(channel):
     "The head, bytes and open files of the next packet; (None, b'', []) when the other side is gone."
-    packet, beside, _, _ = channel.recvmsg(PACKET, 1024, _socket.MSG_CMSG_CLOEXEC)
+    packet, beside, _, _ = channel.recvmsg(MOST_PACKET, 1024, _socket.MSG_CMSG_CLOEXEC)
     fds = [fd for _, _, raw in beside for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
     return (*decode_packet(packet), fds) if packet else (None, b"", fds)
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-places
-DEFAULT_DISK = 32  # MiB of a room that is made before anyone says what it is for
+DEFAULT_DISK = 32  # MiB of a room that is made before its order comes
 DEFAULT_INODES = 4096  # files of such a room
-WORK = "/sandbox/work"  # where programs start
-SPARE = "/sandbox/tmp"  # behind /tmp and /dev/shm
+WORK_FOLDER = "/sandbox/work"  # where programs start
+TMP_FOLDER = "/sandbox/tmp"  # behind /tmp and /dev/shm
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-marks
 def find_marks(kernel):
@@ -226,40 +229,41 @@ class Zygote:
     def __init__(self, control, tier, scratch=""):
         self.control, self.tier, self.scratch = control, tier, scratch
         self.kernel = Kernel()
-        self.stance = Stance(self.kernel)
-        self.everywhere = os.sched_getaffinity(0)  # the processors that programs are given
+        self.settings = ProcessSettings(self.kernel)
+        self.program_cores = os.sched_getaffinity(0)  # the processors that programs are given
         self.poll = select.epoll()
-        self.watch = {}  # open file -> (function, what it is of)
-        self.children = {}  # process -> (function, what it is of), for its end
-        self.runs = {}
-        self.jobs = {}
-        self.armed = []
-        self.sessions = {}
-        self.young = deque()  # runs whose output nobody listens to yet
-        self.wanted = 0  # children to keep armed
-        self.rooms = tier == "bwrap-zygote"
-        self.home = self.model = self.pids = -1
-        self.ready_pids = False  # the next child is the first process of a fresh namespace
+        self.watch = {}  # open file -> (function, its argument)
+        self.children = {}  # process -> (function, its argument), to call when it has ended
+        self.runs = {}  # ticket -> program that runs
+        self.helpers = {}  # process -> helper that works on an order
+        self.armed = []  # (process, channel) of children that wait for an order
+        self.sessions = {}  # session -> folder of its workspace
+        self.unheard_runs = deque()  # runs whose output nobody listens to yet
+        self.wanted_armed = 0  # children to keep armed
+        self.has_rooms = tier == "bwrap-zygote"
+        # Open namespaces: mounts with layers and sessions, mounts that children get a copy of, processes.
+        self.home_ns = self.model_ns = self.pid_ns = -1
+        self.has_fresh_pid_ns = False  # the next child is the first process of a fresh namespace
         # At home; or in a fresh mount namespace that the next child takes over, or in one that was given away.
         self.at_home = True
-        self.ready_room = False
-        self.arenas = {}
-        self.outbox = deque()
-        self.stale = []  # rooms that were given away; see tidy
+        self.has_fresh_room = False
+        self.arenas = {}  # bytes -> blocks of memory that no run uses
+        self.outbox = deque()  # answers that wait: (head, open file)
+        self.old_rooms = []  # rooms that were given away; see `prepare_next_child`
         self.pipes, self.channels = [], []  # made while there was nothing to do
-        self.laid, self.litter = (), []  # seats and files of the last child; see clear
+        self.placed_files, self.files_to_close = (), []  # of the last child; see `clear_placed_files`
         self.census_due = float("inf")
-        self.rules = -1
+        self.landlock_rules = -1
         self.marks = find_marks(self.kernel)
-        self.steps = {}
-        self.vmstat, self.ooms, self.ooms_at = open_vmstat(), 0, 0.0
+        self.steps = {}  # step of setting up -> "ok", or why it failed
+        self.vmstat, self.oom_kills, self.oom_kills_at = open_vmstat(), 0, 0.0
 
     def listen(self, fd, function, thing, events=select.EPOLLIN):
         "Call a function with `thing` when a file becomes readable."
         self.watch[fd] = (function, thing)
         self.poll.register(fd, events)
 
-    def drop(self, fd):
+    def close_file(self, fd):
         "Close a file, whether the zygote listens to it or not; -1 is no file."
         if self.watch.pop(fd, None):
             self.poll.unregister(fd)
@@ -267,7 +271,7 @@ class Zygote:
             os.close(fd)
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-say
-INLINE = 48_000  # bytes that go in a packet
+MOST_INLINE = 48_000  # bytes that go in a packet
 
 
 def fault_head(ticket, end, message):
@@ -278,7 +282,7 @@ def fault_head(ticket, end, message):
 def send_answer(z, head, parts=(), fd=-1):
     "Send an answer: a head, and bytes or an open file, which is closed afterwards."
     try:
-        if not z.outbox and sum(map(len, parts)) <= INLINE:
+        if not z.outbox and sum(map(len, parts)) <= MOST_INLINE:
             send_packet(z.control, [encode_head(head), *parts], [fd] if fd >= 0 else [])
             if fd >= 0:
                 os.close(fd)
@@ -320,24 +324,24 @@ def open_pipe():
     return ours, theirs
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-laid
-SEATS = {"stdin": 0, "out": 1, "err": 2, "call": 3, "answer": 4, "channel": 5, "payload": 6, "rules": 7}
+FILE_NUMBERS = {"stdin": 0, "out": 1, "err": 2, "call": 3, "answer": 4, "channel": 5, "payload": 6, "rules": 7}
 
 
-def lay_files(place):
-    """Put files at the numbers where a program expects them. Files that the program does not have stay as they are."""
-    for name, fd in place.items():
-        if name in SEATS:
-            os.dup2(fd, SEATS[name], SEATS[name] < 5)
+def place_files(files):
+    """Put files at the numbers where a program expects them. Numbers that the program does not use stay as they are."""
+    for name, fd in files.items():
+        if name in FILE_NUMBERS:
+            os.dup2(fd, FILE_NUMBERS[name], FILE_NUMBERS[name] < 5)
 
 
-def clear_files(z):
+def clear_placed_files(z):
     "Take the child's files away from their numbers, and close what was the child's."
-    for name in z.laid:
-        if name in SEATS:
-            os.dup2(z.errors if name == "err" else z.null, SEATS[name])
-    for fd in z.litter:
+    for name in z.placed_files:
+        if name in FILE_NUMBERS:
+            os.dup2(z.errors_fd if name == "err" else z.null_fd, FILE_NUMBERS[name])
+    for fd in z.files_to_close:
         os.close(fd)
-    z.laid, z.litter = (), []
+    z.placed_files, z.files_to_close = (), []
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-rooms
 def disk_options(disk, inodes):
@@ -347,31 +351,31 @@ def disk_options(disk, inodes):
 
 def begin_pid_namespace(z):
     "Let the next fork begin a process namespace."
-    z.kernel.call("setns", z.pids, NEWPID)
+    z.kernel.call("setns", z.pid_ns, NEWPID)
     z.kernel.call("unshare", NEWPID)
 
 
 def prepare_room(z):
     """Enter a fresh mount and IPC namespace with an empty disk, and prepare a process namespace for the next child."""
-    if z.rooms and not z.ready_room:
-        z.kernel.call("setns", z.model, NEWNS)
+    if z.has_rooms and not z.has_fresh_room:
+        z.kernel.call("setns", z.model_ns, NEWNS)
         z.kernel.call("unshare", NEWNS | NEWIPC)
         z.kernel.mount(b"tmpfs", b"/sandbox", NOSUID | NODEV, disk_options(DEFAULT_DISK, DEFAULT_INODES), b"tmpfs")
-        os.mkdir(WORK)
-        os.mkdir(SPARE)
-        os.chdir(WORK)
-        z.room, z.ready_room, z.at_home = os.open("/proc/self/ns/mnt", os.O_RDONLY), True, False
-    if z.rooms and not z.ready_pids:
+        os.mkdir(WORK_FOLDER)
+        os.mkdir(TMP_FOLDER)
+        os.chdir(WORK_FOLDER)
+        z.room_ns, z.has_fresh_room, z.at_home = os.open("/proc/self/ns/mnt", os.O_RDONLY), True, False
+    if z.has_rooms and not z.has_fresh_pid_ns:
         begin_pid_namespace(z)
-        z.ready_pids = True
+        z.has_fresh_pid_ns = True
 
 
 def prepare_next_child(z):
     """Close rooms that were given away, and make pipes, a channel and a room. To take down a room takes the kernel a
     tenth of a millisecond; without this hold on it, every child's end would wait so much longer."""
-    clear_files(z)
-    while z.stale:
-        os.close(z.stale.pop())
+    clear_placed_files(z)
+    while z.old_rooms:
+        os.close(z.old_rooms.pop())
     while len(z.pipes) < 2:
         z.pipes.append(open_pipe())
     if not z.channels:
@@ -380,27 +384,27 @@ def prepare_next_child(z):
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-fork
 def give_room_away(z):
-    """The room now belongs to a child, or to nobody. The zygote stays in it until it needs to be elsewhere, because
-    the child needs the processor more."""
-    if z.ready_room:
-        z.stale.append(z.room)
-        z.ready_room = False
+    """Note that the room now belongs to a child, or to nobody. The zygote stays in it until it needs to be elsewhere,
+    because the child needs the processor more."""
+    if z.has_fresh_room:
+        z.old_rooms.append(z.room_ns)
+        z.has_fresh_room = False
 
 
-def go_home(z):
+def enter_home(z):
     "Enter the namespace with the layers, the sessions and all processes."
     if not z.at_home:
         give_room_away(z)
-        z.kernel.call("setns", z.home, NEWNS)
+        z.kernel.call("setns", z.home_ns, NEWNS)
         z.at_home = True
 
 
 def fork_child(z, fresh):
     "Fork a child: `fresh`, the first process of a new process namespace; else in the zygote's own."
-    if z.rooms and not fresh:
-        z.kernel.call("setns", z.pids, NEWPID)
-    z.ready_pids = False
-    z.stance.loosen()
+    if z.has_rooms and not fresh:
+        z.kernel.call("setns", z.pid_ns, NEWPID)
+    z.has_fresh_pid_ns = False
+    z.settings.take_child_settings()
     pid = os.fork()
     if pid and fresh:
         os.sched_yield()  # to the child, whose processor this is

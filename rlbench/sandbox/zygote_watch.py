@@ -8,7 +8,7 @@ __all__ = ['LISTEN_AFTER', 'MOST_READS', 'FIRST_CENSUS', 'CENSUS', 'TICK', 'SOCK
            'read_output', 'read_once', 'match_answers', 'look_at_process', 'exact_memory_kb', 'memory_of_files',
            'process_families', 'cpu_clock_of', 'take_census', 'is_small_folder', 'child_cpu_s', 'end_overdue',
            'kill_run', 'kill_processes', 'measure_waiting', 'reason_for_lateness', 'time_of_start', 'seconds_asleep',
-           'count_ooms', 'lacks_memory', 'lacks_disk']
+           'count_oom_kills', 'lacks_memory', 'lacks_disk']
 
 # %% ../../nbs/sandbox/04_zygote_watch.ipynb #zygote-watch-imports
 # A running program as the zygote sees it: calls in, answers and output out, and how much it uses.
@@ -29,7 +29,7 @@ import os
 import select
 import time
 
-from .zygote_state import SIGKILL, go_home
+from .zygote_state import SIGKILL, enter_home
 
 # %% ../../nbs/sandbox/04_zygote_watch.ipynb #zygote-run
 # Seconds. What a program writes before then waits in its pipe: most have ended by then, and nobody was woken.
@@ -37,21 +37,23 @@ LISTEN_AFTER = 0.003
 
 
 class ProgramRun:
-    "A program that runs, and what is known of it so far."
+    """A program that runs, and what is known of it so far. `due`: its wall limit; `call_due`: the deadline of the call
+    that it answers now; `reason`: why it was ended; `message`: what its child said on the channel; `hit`: limits it ran
+    into; `folder`: where it writes, in a tier without rooms."""
 
     def __init__(self, head, now):
         self.ticket, self.head, self.began = head["ticket"], head, now
-        self.pid = self.feeding = -1
+        self.pid = self.calls_fd = -1
         self.channel = self.calls = self.arena = None
-        self.room = int(head["output_kb"]) << 10  # bytes for stdout and stderr together, and for answers
-        self.used = [0, 0, 0]  # bytes of stdout, stderr, answers
+        self.most_output = int(head["output_kb"]) << 10  # bytes for stdout and stderr together, and for answers
+        self.received = [0, 0, 0]  # bytes of stdout, stderr, answers
         self.sources = {}  # open file -> 0, 1 or 2
-        # written and asked of the calls, looked at of the answers; lines that came back
-        self.at = self.asked = self.seen = self.lines = 0
+        self.written = self.asked = 0  # bytes of the calls: given to the program, and allowed so far
+        self.scanned = self.lines = 0  # of the answers: bytes looked at, and lines that came back
         self.answers, self.call_due = [], float("inf")
-        self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
-        self.reason, self.said, self.hit = "", "", set()
-        self.peak_kb, self.place, self.own = 0, "", ""
+        self.due, self.listen_at = now + float(head["wall_s"]), now + LISTEN_AFTER
+        self.reason, self.message, self.hit = "", "", set()
+        self.peak_kb, self.folder, self.own_folder = 0, "", ""
         # Seconds in which one of its threads ran or waited for a processor, the longest; below 0 if nobody has said.
         self.runnable = -1.0
         self.pinned = False  # True if a thread has kept itself to some of the processors
@@ -82,9 +84,9 @@ def map_lines(fd):
 def ask_next_call(z, run, now):
     "Ask the next call, or close the calls' file after the last one."
     run.call_due = float("inf")
-    if run.feeding >= 0 and run.asked >= len(run.calls):
+    if run.calls_fd >= 0 and run.asked >= len(run.calls):
         close_calls(z, run)
-    elif run.feeding >= 0:
+    elif run.calls_fd >= 0:
         run.asked = run.calls.find(b"\n", run.asked) + 1
         run.answers.append(None)
         run.call_due = now + float(run.head["call_s"])
@@ -94,20 +96,20 @@ def ask_next_call(z, run, now):
 def write_calls(z, run):
     "Write what is left of the calls that were asked. What does not fit follows when the pipe has room."
     try:
-        if run.at == run.asked:  # nothing to write, so this is the news that nobody reads any more
+        if run.written == run.asked:  # nothing to write, so this is the news that nobody reads any more
             return close_calls(z, run, run.call_due)  # its last answer may lie in the pipe
-        run.at += os.write(run.feeding, memoryview(run.calls)[run.at : run.asked])
-        z.poll.modify(run.feeding, select.EPOLLOUT if run.at < run.asked else 0)
+        run.written += os.write(run.calls_fd, memoryview(run.calls)[run.written : run.asked])
+        z.poll.modify(run.calls_fd, select.EPOLLOUT if run.written < run.asked else 0)
     except BlockingIOError:
-        z.poll.modify(run.feeding, select.EPOLLOUT)
+        z.poll.modify(run.calls_fd, select.EPOLLOUT)
     except BrokenPipeError:
         close_calls(z, run)
 
 
 def close_calls(z, run, due=float("inf")):
     "Ask no more calls. `due`: until when the answer to the last one counts."
-    z.drop(run.feeding)
-    run.feeding, run.call_due = -1, due
+    z.close_file(run.calls_fd)
+    run.calls_fd, run.call_due = -1, due
 
 # %% ../../nbs/sandbox/04_zygote_watch.ipynb #zygote-hear
 MOST_READS = 64  # of answers at a time, so that a flood of small ones leaves the zygote time for others
@@ -130,18 +132,18 @@ def read_output(z, run, fd):
 def read_once(z, run, fd):
     "Read once. False if there was nothing, or too much."
     slot = run.sources[fd]
-    base = slot * (run.room + 1)
-    view = memoryview(run.arena)[base + run.used[slot] : base + run.room + 1]
+    base = slot * (run.most_output + 1)
+    view = memoryview(run.arena)[base + run.received[slot] : base + run.most_output + 1]
     try:
         got = os.readv(fd, [view]) if view else 0
     except BlockingIOError:
         return False
     if not got:
         del run.sources[fd]
-        z.drop(fd)
+        z.close_file(fd)
         return False
-    run.used[slot] += got
-    if run.used[0] + run.used[1] > run.room or run.used[2] > run.room:
+    run.received[slot] += got
+    if run.received[0] + run.received[1] > run.most_output or run.received[2] > run.most_output:
         kill_run(z, run, "output_limit")
         return False
     return True
@@ -149,9 +151,9 @@ def read_once(z, run, fd):
 
 def match_answers(z, run):
     "Give each line that came back to its call."
-    base, answered = 2 * (run.room + 1), False
-    while (end := run.arena.find(b"\n", base + run.seen, base + run.used[2])) >= 0:
-        line, run.seen = (base + run.seen, end), end + 1 - base
+    base, answered = 2 * (run.most_output + 1), False
+    while (end := run.arena.find(b"\n", base + run.scanned, base + run.received[2])) >= 0:
+        line, run.scanned = (base + run.scanned, end), end + 1 - base
         if answered or run.lines >= len(run.answers):
             run.hit.add("early_answer")
             continue
@@ -228,7 +230,7 @@ def process_families(z):
     roots = {run.pid: run.ticket for run in z.runs.values()}
     seen = (
         {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := look_at_process(int(name)))}
-        if z.rooms
+        if z.has_rooms
         else {pid: found for pid in roots if (found := look_at_process(pid))}
     )
     below = {ticket: [] for ticket in roots.values()}
@@ -248,7 +250,7 @@ def cpu_clock_of(pid):
 
 def take_census(z, now):
     "Look at all programs that have run for a while, and end those that used too much."
-    go_home(z)
+    enter_home(z)
     for ticket, family in process_families(z).items():
         run = z.runs[ticket]
         if now > run.measured + MEASURE:
@@ -257,17 +259,17 @@ def take_census(z, now):
         limit = int(run.head["memory_mb"]) << 10
         if used > limit:
             used = exact_memory_kb(family)
-        held_kb, nameless = memory_of_files(family, run.place)
+        held_kb, nameless = memory_of_files(family, run.folder)
         used += held_kb
         run.peak_kb = max(run.peak_kb, used)
         if used > limit:
             kill_run(z, run, "memory_limit")
-        elif run.place and not is_small_folder(
-            run.place, (int(run.head["disk_mb"]) << 20) - nameless, int(run.head["inodes"])
+        elif run.folder and not is_small_folder(
+            run.folder, (int(run.head["disk_mb"]) << 20) - nameless, int(run.head["inodes"])
         ):
             run.hit.add("disk_mb")
             kill_run(z, run, "output_limit")
-        elif not z.rooms and sum(threads for *_, threads in family) > int(
+        elif not z.has_rooms and sum(threads for *_, threads in family) > int(
             run.head["processes"]
         ):  # the kernel counts them by user, that is of all programs together
             run.hit.add("processes")
@@ -305,10 +307,10 @@ def child_cpu_s(run):
 
 # %% ../../nbs/sandbox/04_zygote_watch.ipynb #zygote-watching-b
 def end_overdue(z, now):
-    "End what is late by the wall clock: programs, calls, helpers."
+    "End what is late by the wall clock: programs, calls and helpers."
     late = [run for run in z.runs.values() if run.due <= now]
     if late:
-        go_home(z)
+        enter_home(z)
         seen = process_families(z)
     for run in late:
         kill_run(z, run, reason_for_lateness(z, run, seen[run.ticket], now))
@@ -316,10 +318,10 @@ def end_overdue(z, now):
         if run.call_due <= now:
             run.hit.add("call_s")
             ask_next_call(z, run, now)
-    for job in z.jobs.values():
-        if job.due <= now:
-            os.kill(job.pid, SIGKILL)
-            job.due = float("inf")
+    for helper in z.helpers.values():
+        if helper.due <= now:
+            os.kill(helper.pid, SIGKILL)
+            helper.due = float("inf")
 
 
 def kill_run(z, run, reason):
@@ -332,7 +334,7 @@ def kill_processes(z, run):
     "Kill the child; without namespaces, its whole process group."
     if run.pid > 0:
         try:
-            (os.kill if z.rooms else os.killpg)(run.pid, SIGKILL)
+            (os.kill if z.has_rooms else os.killpg)(run.pid, SIGKILL)
         except ProcessLookupError:
             pass
 
@@ -347,7 +349,7 @@ def measure_waiting(z, run, family, now):
     for pid, *_ in family:
         try:
             for thread in os.listdir(f"/proc/{pid}/task"):
-                run.pinned = run.pinned or os.sched_getaffinity(int(thread)) != z.everywhere
+                run.pinned = run.pinned or os.sched_getaffinity(int(thread)) != z.program_cores
                 with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
                     ran, waited, _ = map(int, file.read().split())
                 run.runnable = max(run.runnable, (ran + waited) / 1e9)
@@ -385,18 +387,18 @@ def seconds_asleep(run, began, now, cpu):
 PRESSURE = 10.0  # percent of the last ten seconds in which nobody got on for want of memory
 
 
-def count_ooms(z):
+def count_oom_kills(z):
     "How many processes the kernel has killed for want of memory, in any control group; 0 where it does not say."
-    told = os.pread(z.vmstat, 1 << 15, 0) if z.vmstat >= 0 else b""
-    at = told.find(b"\noom_kill ")
-    return int(told[at + 10 :].split(None, 1)[0]) if at >= 0 else 0
+    counters = os.pread(z.vmstat, 1 << 15, 0) if z.vmstat >= 0 else b""
+    at = counters.find(b"\noom_kill ")
+    return int(counters[at + 10 :].split(None, 1)[0]) if at >= 0 else 0
 
 
 def lacks_memory(z):
     """True if the kernel says that this machine had no memory left a moment ago. A SIGKILL without such a word is the
     program's own doing."""
-    before, z.ooms, z.ooms_at = z.ooms, count_ooms(z), time.monotonic()
-    if z.ooms > before:
+    before, z.oom_kills, z.oom_kills_at = z.oom_kills, count_oom_kills(z), time.monotonic()
+    if z.oom_kills > before:
         return True
     try:
         with open("/proc/pressure/memory", "rb") as file:
@@ -408,7 +410,7 @@ def lacks_memory(z):
 def lacks_disk(z):
     """True if a known-good file does not fit where programs write, either. In a room, each program has a disk of its
     own."""
-    if z.rooms:
+    if z.has_rooms:
         return False
     try:
         with open(f"{z.scratch}/good", "wb") as file:

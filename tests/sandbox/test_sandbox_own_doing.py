@@ -247,7 +247,7 @@ def test_the_wait_for_a_processor_is_that_of_one_thread():
             time.sleep(1)
             run, place = (
                 SimpleNamespace(runnable=-1.0, pinned=False),
-                SimpleNamespace(everywhere=os.sched_getaffinity(0)),
+                SimpleNamespace(program_cores=os.sched_getaffinity(0)),
             )
             assert zygote_watch.measure_waiting(place, run, [(process.pid,)], time.monotonic())
             process.kill()
