@@ -17,7 +17,7 @@ from patience import until
 from rlbench.base.status import is_alive
 from rlbench.sandbox import zygote_sessions
 from rlbench.sandbox.filters import PROFILES, load_filter, make_filter
-from rlbench.sandbox.jail import CHAIN, Jail
+from rlbench.sandbox.jail import MOST_LAYERS, Jail
 from rlbench.sandbox.jail_start import self_test
 from rlbench.sandbox.types import End, Fault, Order, Program, SandboxLimits
 from rlbench.sandbox.workspace import LayerStore, put_files, put_tree, read_file, view_layers
@@ -190,15 +190,15 @@ def test_workspace_goes_from_zygote_to_zygote(start, tier):
             with pytest.raises(FileNotFoundError):
                 client("read", session="t", path=path)
     chain = (layer.digest,)
-    for i in range(CHAIN + 3):
+    for i in range(MOST_LAYERS + 3):
         second("restore", session="t", layers=chain)
         second("write", session="t", path=f"step/{i}", data=str(i).encode())
         made = second("snapshot", session="t")
         chain = (*made.below, made.digest)
-        assert len(chain) <= CHAIN
+        assert len(chain) <= MOST_LAYERS
     first("restore", session="t", layers=chain)
-    assert [first("read", session="t", path=f"step/{i}") for i in range(CHAIN + 3)] == [
-        str(i).encode() for i in range(CHAIN + 3)
+    assert [first("read", session="t", path=f"step/{i}") for i in range(MOST_LAYERS + 3)] == [
+        str(i).encode() for i in range(MOST_LAYERS + 3)
     ]
     assert (
         first("read", session="t", path="a/b/c") == b"base+"
