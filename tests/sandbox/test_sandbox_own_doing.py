@@ -251,7 +251,7 @@ def test_the_wait_for_a_processor_is_that_of_one_thread():
             )
             assert zygote_watch.measure_waiting(place, run, [(process.pid,)], time.monotonic())
             process.kill()
-        assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.everywhere) > 1)
+        assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.program_cores) > 1)
     for run, cpu, expected in (
         (SimpleNamespace(runnable=0.7, pinned=False), 0.7, 3.3),
         (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0),
