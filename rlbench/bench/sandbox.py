@@ -35,7 +35,7 @@ from .harness import Say, check_counts, kept_record, machine_text, say_nothing
 from ..models.hardware import machine
 from ..sandbox.jail import Jail
 from rlbench.sandbox.jail_start import (
-    BEGIN,
+    COMPILE_CODE,
     as_user,
     bwrap_command,
     sealed_file,
@@ -136,7 +136,7 @@ def bare_forks() -> Iterator[tuple[Callable[[], float], float]]:
     python = self_test().python.path
     source = sealed_file(zygote_source(), "zygote")
     child = subprocess.Popen(
-        [python, *BARE, BEGIN % source, python, *BARE, FLOOR],
+        [python, *BARE, COMPILE_CODE % source, python, *BARE, FLOOR],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -162,7 +162,7 @@ class FakeWorker:
         _take_order(self, order)
 
     def poll(self) -> list[Reply]:
-        "What is due by now. A worker that dies answers everything with backend_lost, once."
+        "The replies that are due by now. A worker that dies answers everything with backend_lost, once."
         if self.lost:
             return []
         return (
@@ -172,7 +172,7 @@ class FakeWorker:
         )
 
     def arm(self, number: int) -> None:
-        "Have so many children wait."
+        "Let so many children wait for a program."
         self._wanted = number
         self.armed = number if self.ready else 0
 
@@ -188,18 +188,18 @@ class FakeWorker:
 
 # %% ../../nbs/sandbox/11_faults.ipynb #fake-fate
 def _take_order(worker: FakeWorker, order: Order) -> None:
-    "Note when an order will be answered, and how."
+    "Decide when and how an order will be answered, and note it."
     if order.kind == "kill":
         if order.ticket in worker._owed:
             worker._owed[order.ticket] = (worker.clock(), worker._owed[order.ticket][1], "kill", False)
         return
     worker._asked += 1
-    happens, warm = _fate_of(worker, order), order.kind == "exec" and worker.armed > 0
+    failure, warm = _fate_of(worker, order), order.kind == "exec" and worker.armed > 0
     worker.armed -= warm
     worker._owed[order.ticket] = (
-        worker.clock() + _seconds_until_answer(worker, order, happens, warm),
+        worker.clock() + _seconds_until_answer(worker, order, failure, warm),
         order,
-        happens,
+        failure,
         warm,
     )
 
@@ -226,17 +226,17 @@ def _fate_of(worker: FakeWorker, order: Order) -> str:
     )
 
 
-def _seconds_until_answer(worker: FakeWorker, order: Order, happens: str, warm: bool) -> float:
+def _seconds_until_answer(worker: FakeWorker, order: Order, failure: str, warm: bool) -> float:
     "Seconds until the answer."
-    if happens in ("hangs", "lost"):
-        return ENDLESS if happens == "hangs" else worker.cold_s
-    late = worker.faults.late_s if happens == "late" else 0.0
+    if failure in ("hangs", "lost"):
+        return ENDLESS if failure == "hangs" else worker.cold_s
+    late = worker.faults.late_s if failure == "late" else 0.0
     if order.kind != "exec":
         return late + (LAYER_S if order.kind in ("snapshot", "restore", "open") else FILE_S)
     seconds = late + (worker.armed_s if warm else worker.cold_s)
-    if happens == End.WALL_TIMEOUT:
+    if failure == End.WALL_TIMEOUT:
         seconds += order.limits.wall_s
-    elif not happens:
+    elif not failure:
         seconds += worker.play(order.program, order.limits).wall_s
     return seconds
 
@@ -248,12 +248,12 @@ def _lose_worker(worker: FakeWorker) -> list[Reply]:
     return [Reply(ticket, fault=Fault(End.BACKEND_LOST, f"{worker.name} died")) for ticket in owed]
 
 # %% ../../nbs/sandbox/11_faults.ipynb #fake-answer
-def _reply_to(worker: FakeWorker, order: Order, happens: str, warm: bool) -> Reply:
+def _reply_to(worker: FakeWorker, order: Order, failure: str, warm: bool) -> Reply:
     "The reply to an order, with what was drawn for it."
     end = None
-    if happens in set(End):
-        end = End(happens)
-    elif happens == "kill":
+    if failure in set(End):
+        end = End(failure)
+    elif failure == "kill":
         end = End.BACKEND_LOST
     if order.kind == "exec":
         return Reply(order.ticket, _execution_played(worker, order, end, warm))
@@ -263,7 +263,7 @@ def _reply_to(worker: FakeWorker, order: Order, happens: str, warm: bool) -> Rep
 
 
 def _execution_played(worker: FakeWorker, order: Order, end: End | None, warm: bool) -> Execution:
-    "What became of a program; `end`: the failure that was drawn for it."
+    "The execution of a program; `end`: the failure that was drawn for it."
     worker.armed = worker._wanted
     if end:
         wall = order.limits.wall_s if end is End.WALL_TIMEOUT else 0.0

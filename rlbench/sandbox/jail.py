@@ -68,7 +68,8 @@ class Session:
 
 @dataclass
 class Shelf:
-    "Which layers the zygote has: digest -> number, and bytes; the layers on their way; the number used last."
+    """The layers that the zygote has. `numbers`: digest -> the zygote's number; `sizes`: digest -> bytes; `coming`:
+    digest -> number of layers on their way; `last`: the number given last."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -112,11 +113,11 @@ class Jail:
         self.store = LayerStore(store) if isinstance(store, (str, Path)) else store
         self.tier = choose_tier(found, tier, allow_unsafe)
         self.ready = self.lost = self.closed = False
-        self.said = ""  # its last words
+        self.last_words = ""  # the last line that a lost zygote wrote to stderr
         self.armed = 0
         self.layers_mb = layers_mb
         self.steps = {}
-        self.inner = 0  # tickets of the jail's own, below 0
+        self.last_own_ticket = 0  # tickets of the jail's own orders are below 0
         self.sessions: dict[str, Session] = {}
         self.owed: dict[int, Order] = {}
         self.backlog: deque[tuple[bytes, list[int]]] = deque()
@@ -140,18 +141,18 @@ class Jail:
         self.events.register(self.channel.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
-        "Becomes readable when `poll` has something to say."
+        "A file descriptor that becomes readable when `poll` has replies."
         return self.events.fileno()
 
     def submit(self, order: Order) -> None:
-        "Ask; never blocks."
+        "Give an order; never blocks."
         if order.kind == "kill":
             return stop_order(self, order.ticket)
         self.owed[order.ticket] = order
         give_order(self, order)
 
     def poll(self) -> list[Reply]:
-        "What has been answered since the last time."
+        "The replies since the last call."
         listen_to_zygote(self)
         replies, self.replies = self.replies, []
         return replies
@@ -174,9 +175,9 @@ class Jail:
 
 # %% ../../nbs/sandbox/14_jail.ipynb #jail-channel
 def next_own_ticket(jail: Jail) -> int:
-    "A ticket for an order of the jail's own, whose answer nobody hears."
-    jail.inner -= 1
-    return jail.inner
+    "A ticket for an order of the jail's own; its answer is dropped."
+    jail.last_own_ticket -= 1
+    return jail.last_own_ticket
 
 
 def answer_order(jail: Jail, reply: Reply) -> None:
@@ -211,7 +212,7 @@ def flush_backlog(jail: Jail) -> None:
 
 
 def lose_zygote(jail: Jail, why: str) -> None:
-    "The zygote is gone, or has to go: end what is left of it, and answer everything that is owed."
+    "End what is left of a zygote that is gone or has to go, and answer everything that is owed."
     if jail.lost:
         return
     jail.lost, jail.ready = True, False
@@ -223,9 +224,9 @@ def lose_zygote(jail: Jail, why: str) -> None:
         jail.process.kill()
         jail.process.wait()
     last_line = os.pread(jail.errors, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
-    jail.said = last_line[-300:]
-    if jail.said:
-        why += f" ({jail.said})"
+    jail.last_words = last_line[-300:]
+    if jail.last_words:
+        why += f" ({jail.last_words})"
     for _, fds in jail.backlog:
         for fd in fds:
             os.close(fd)
@@ -285,7 +286,7 @@ def give_open(jail: Jail, order: Order) -> None:
     "Open or restore a session. The zygote gets the layers that it does not have."
     if order.kind == "open":
         if order.session in jail.sessions:
-            raise ValueError(f"session {order.session!r} is open already")
+            raise ValueError(f"session {order.session!r} is open already; close it first, or take another name")
         session = Session(jail.shelf.next(), order.base, tuple(order.layers), order.limits)
     else:
         session = replace(

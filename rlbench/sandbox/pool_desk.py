@@ -323,7 +323,13 @@ def request_lease(desk: Desk, job: Job, now: float) -> None:
     "Take the request for a sandbox, or refuse it: its name is taken, or too many are open."
     order, most = job.order, desk.rules.most_sessions
     if order.session in desk.leases:
-        return fail_job(desk, job, End.START_FAILED, f"{order.session}: a sandbox of this name is open", now)
+        return fail_job(
+            desk,
+            job,
+            End.START_FAILED,
+            f"{order.session}: a sandbox of this name is open; close it, or take another name",
+            now,
+        )
     if len(desk.leases) >= most:
         why = f"{most:,} sandboxes are open, which is the limit (policy.most_sessions); close some"
         return fail_job(desk, job, End.QUOTA, why, now)

@@ -64,8 +64,8 @@ class Finding:
         "One line of the report."
         return f"{self.verdict}  {self.name:<14} {self.found}"
 
-    def room(self, demand: Demand) -> float:
-        "What it allows, as a share of what is wanted."
+    def share_allowed(self, demand: Demand) -> float:
+        "How many it allows, as a share of how many are wanted."
         return math.inf if self.most is None else self.most / getattr(demand, self.of)
 
 
@@ -103,7 +103,7 @@ def free_in_cgroup(what: str, root: Path = Path("/sys/fs/cgroup"), own: str | No
         lines = (Path("/proc/self/cgroup").read_text() if own is None else own).splitlines()
     except OSError:
         return math.inf
-    room = math.inf
+    free = math.inf
     for line in lines:
         number, kinds, path = line.split(":", 2)
         if kinds and what not in kinds.split(","):
@@ -112,10 +112,10 @@ def free_in_cgroup(what: str, root: Path = Path("/sys/fs/cgroup"), own: str | No
         place = base / path.strip("/")
         for folder in (place, *place.parents):
             left = _number_in(folder / most) - _number_in(folder / used)
-            room = room if math.isnan(left) else min(room, left)
+            free = free if math.isnan(left) else min(free, left)
             if folder == base:
                 break
-    return room if room < 2**60 else math.inf
+    return free if free < 2**60 else math.inf
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-local
 SESSION_KB = 64  # that the kernel holds for an open workspace with its mounts
@@ -334,7 +334,7 @@ def knee_of(levels: Sequence[Level]) -> Level | None:
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-report
 @dataclass(frozen=True)
 class Preflight:
-    "What was found, the two ramps, and the binding limit in words."
+    "The findings, the two ramps, and the binding limit in words."
 
     findings: tuple[Finding, ...]
     programs: tuple[Level, ...]
@@ -343,7 +343,7 @@ class Preflight:
 
     @property
     def ok(self) -> bool:
-        "Nothing failed."
+        "True if no finding is a failure."
         return not any(finding.verdict == FAIL for finding in self.findings)
 
     def __str__(self) -> str:
@@ -361,8 +361,8 @@ def binding_limit(findings: Sequence[Finding], programs: Sequence[Level], demand
     failed = [finding for finding in findings if finding.verdict == FAIL and finding.most is None]
     if failed:
         return f"{failed[0].name}: {failed[0].found}"
-    tightest = min(findings, key=lambda finding: finding.room(demand))
-    if tightest.room(demand) < 1:
+    tightest = min(findings, key=lambda finding: finding.share_allowed(demand))
+    if tightest.share_allowed(demand) < 1:
         return f"{tightest.name}: {tightest.found}"
     bend = knee_of([each for each in programs if not each.failed])
     if bend is None:

@@ -436,7 +436,7 @@ def _reason_for_loss(worker: SandboxWorker) -> str:
     fault = getattr(worker, "fault", None)
     if fault:
         return str(fault)
-    last_words = getattr(worker, "said", "")
+    last_words = getattr(worker, "last_words", "")
     return f"its process is gone ({last_words})" if last_words else "its process is gone"
 
 

@@ -13,7 +13,7 @@ __all__ = ['OF_MODEL', 'NEEDS_WITNESS', 'KNOWN_GOOD', 'MARK', 'End', 'Fault', 'T
 #   * Every end belongs to the model or to the machine (`End.of_model`). Only an end of the model is judged.
 #   * Three ends count as the machine's only with a witness, a known-good program that fails in the same place
 #     (`NEEDS_WITNESS`).
-#   * A worker answers each order once, and never blocks whoever asks.
+#   * A worker answers each order once, and never blocks its caller.
 #   * Records travel as JSON with bytes in base 64. Nothing is ever unpickled.
 #
 # Refused: limits that are not above 0, a wall limit below the CPU limit, paths that lead out of the workspace, a call
@@ -40,7 +40,7 @@ class End(StrEnum):
     UNUSABLE = "unusable"  # its own bytes, paths or leavings cannot be run, kept or judged; a known-good program's can
     START_FAILED = "start_failed"
     START_TIMEOUT = "start_timeout"
-    BACKEND_LOST = "backend_lost"  # whoever ran it is gone
+    BACKEND_LOST = "backend_lost"  # the process or server that ran it is gone
     HOST_OOM = "host_oom"  # the kernel says that the machine had no memory left, the sandbox's limit was not reached
     HOST_DISK_FULL = "host_disk_full"  # a known-good file did not fit in the same place either
     QUOTA = "quota"  # too many, or no credit
@@ -136,7 +136,8 @@ class Program:
 
     def __post_init__(self):
         if bool(self.code) == bool(self.argv):
-            raise ValueError("sandbox: program: give either code or argv")
+            given = "both" if self.code else "neither"
+            raise ValueError(f"sandbox: program: {given} of code and argv is given; give either code or argv")
         bad = [
             path for path in self.files if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path
         ]
@@ -144,11 +145,15 @@ class Program:
             raise ValueError(
                 f"sandbox: program: {bad[0]!r} is no path below the workspace; leave out the leading / and every .."
             )
-        if any("\n" in call for call in self.calls):
-            raise ValueError("sandbox: program: a call is one line; write it as JSON")
+        for number, call in enumerate(self.calls):
+            if "\n" in call:
+                raise ValueError(
+                    f"sandbox: program: calls[{number}] = {call[:40]!r} has a line break; a call is one line, "
+                    "write it as JSON"
+                )
 
 
-KNOWN_GOOD = Program("print('well')")  # what runs wherever anything runs
+KNOWN_GOOD = Program("print('well')")  # a program that runs wherever any program runs
 
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-bytes
 def to_bytes(text: str) -> bytes:
@@ -174,8 +179,9 @@ def refusal_of(program: Program, limits: SandboxLimits, tier: str) -> str:
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-execution
 @dataclass(frozen=True)
 class Execution:
-    """What became of a program. `status`: its exit status, or the number of the signal that ended it. `answers[i]`: the
-    line it gave to call i, None if it gave none. `slept_s`: of `wall_s`, those in which it neither ran nor waited for a
+    """The result of running a program. `status`: its exit status, or the number of the signal that ended it.
+    `answers[i]`: the line it gave to call i, None if it gave none. `slept_s`: of `wall_s`, those in which it neither
+    ran nor waited for a
     processor. `hit`: limits it ran into, whether they ended it or not.
     `phases`: seconds by phase (queued, started, opened, ran). `message`: why, in words, where the end needs some."""
 
@@ -246,8 +252,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to an order: an execution, a layer, the bytes of a file or nothing; or the fault that there was
-    instead. `missing`: the file to read is not there."""
+    """The answer to an order: an execution, a layer, the bytes of a file or nothing; or the fault that prevented
+    one. `missing`: the file to read is not there."""
 
     ticket: int
     value: Execution | Layer | bytes | None = None
@@ -266,20 +272,20 @@ class SandboxWorker(Protocol):
     armed: int
 
     def fileno(self) -> int:
-        "Becomes readable when `poll` has something to say."
+        "A file descriptor that becomes readable when `poll` has replies."
 
     def submit(self, order: Order) -> None:
-        "Ask; never blocks, never raises for what the order does."
+        "Give an order. Never blocks, never raises for what the order does."
 
     def poll(self) -> list[Reply]:
-        """What has been answered since the last time. A worker that is lost answers everything it owes with
+        """The replies since the last call. A worker that is lost answers everything it owes with
         Fault(backend_lost), once."""
 
     def arm(self, number: int) -> None:
         "Keep so many children ready for a program."
 
     def close(self) -> None:
-        "End it, and every process below it."
+        "End the worker and every process below it."
 
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-json
 _BYTES = ("stdin", "stdout", "stderr")

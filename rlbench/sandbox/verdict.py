@@ -21,8 +21,8 @@ __all__ = ['SCORES', 'GIVEN_CHARACTERS', 'COLUMNS', 'MOST_ZEROS', 'CALM_VERDICTS
 #   * A verdict read from its row equals the one that was written, but for the weights of tests.
 #   * A task's own solution passes and a wrong one fails, or verdicts on that task are not believed.
 #   * A missing verdict is blamed on a program, a task or a policy version only if canaries and others got theirs in
-#     the same minute, by Fisher's exact test below `LEAST_CHANCE`, and on several workers or in several seconds. Whoever is
-#     blamed gets zero and the tripwire `masked` (`punish_masked`).
+#     the same minute, by Fisher's exact test below `LEAST_CHANCE`, and on several workers or in several
+#     seconds. What is blamed gets zero and the tripwire `masked` (`punish_masked`).
 #
 # This module runs nothing; `grade` makes verdicts and handles each known cause where it is met.
 import ast

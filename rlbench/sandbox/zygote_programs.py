@@ -12,7 +12,8 @@ __all__ = ['ARM_AFTER', 'spawn_child', 'open_output_pipe', 'listen_to_outputs', 
 # One program from its order to its answer.
 #
 # What always holds:
-#   * Each program gets a fresh child. It is forked for the order, or it waited for one, without rights already ("armed").
+#   * Each program gets a fresh child. It is forked for the order, or it waited for one, its rights given up
+#     already ("armed").
 #   * An order has one answer: an execution, or a fault that says why the program could not start.
 #   * What is left in the pipes is read before the end is judged, and CPU time is judged as it was measured.
 #   * A SIGKILL that nobody here sent is the kernel's only if the kernel says so; else it is the program's own doing.
@@ -66,8 +67,8 @@ from rlbench.sandbox.zygote_watch import (
 
 # %% ../../nbs/sandbox/07_zygote_programs.ipynb #zygote-start
 def spawn_child(z, head=None, files=()):
-    """Fork a child, for an order or to wait for one: (pid, our end of its channel). Everything possible is done before the
-    fork, because afterwards each page that either side touches has to be copied."""
+    """Fork a child, for an order or to wait for one: (pid, our end of its channel). Everything possible is done
+    before the fork, because afterwards each page that either side touches has to be copied."""
     clear_placed_files(z)
     prepare_room(z)
     ours, theirs = z.channels.pop() if z.channels else open_channel()

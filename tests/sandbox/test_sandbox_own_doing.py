@@ -30,7 +30,7 @@ from rlbench.reward import REWARDS, VERIFIERS, final_answer
 from rlbench.sandbox import zygote_watch
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
-from rlbench.sandbox.hacks import PRETENDED, hacked_task
+from rlbench.sandbox.hacks import PRETENDED_HACKS, hacked_task
 from rlbench.sandbox.pool import AwaitableSandbox, stop_pool
 from rlbench.sandbox.pool_rules import judge_lateness
 from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
@@ -187,13 +187,13 @@ def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
 
 @pytest.mark.parametrize(
     "cell, name",
-    [(place, hack.name) for place in PLACES for hack in PRETENDED],
+    [(place, hack.name) for place in PLACES for hack in PRETENDED_HACKS],
     ids=lambda each: each if isinstance(each, str) else "-".join(each),
     indirect=["cell"],
 )
 def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     "Neither masked nor paid, and the next program is paid what it is worth."
-    code = next(hack.code for hack in PRETENDED if hack.name == name)
+    code = next(hack.code for hack in PRETENDED_HACKS if hack.name == name)
     verdict = grade(
         cell,
         hacked_task(),

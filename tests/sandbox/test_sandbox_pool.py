@@ -402,7 +402,7 @@ def test_rows_beyond_what_waits_are_dropped_and_counted(tmp_path, monkeypatch, c
     assert (disk.waiting, controller.dropped) == (3, 3)
     disk.has_room = True
     flush_rows(controller)
-    assert "3 rows were dropped" in capsys.readouterr().err and not (controller.dropped or controller.full)
+    assert "3 rows were dropped" in capsys.readouterr().err and not (controller.dropped or controller.disk_full)
     controller.note("executions")
     assert disk.waiting == 4
 
