@@ -181,9 +181,8 @@ def refusal_of(program: Program, limits: SandboxLimits, tier: str) -> str:
 class Execution:
     """The result of running a program. `status`: its exit status, or the number of the signal that ended it.
     `answers[i]`: the line it gave to call i, None if it gave none. `slept_s`: of `wall_s`, those in which it neither
-    ran nor waited for a
-    processor. `hit`: limits it ran into, whether they ended it or not.
-    `phases`: seconds by phase (queued, started, opened, ran). `message`: why, in words, where the end needs some."""
+    ran nor waited for a processor. `hit`: limits it ran into, whether they ended it or not. `phases`: seconds by
+    phase (queued, started, opened, ran). `message`: why, in words, where the end needs some."""
 
     end: End
     status: int = 0
