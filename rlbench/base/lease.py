@@ -6,7 +6,7 @@
 __all__ = ['LEASE_FILE', 'LEASE_VARIABLE', 'RENEW_S', 'STALE_S', 'HostIdentity', 'this_host', 'RunLease', 'LeaseHeld',
            'read_lease', 'read_lease_file', 'is_held', 'describe_holder', 'take_lease', 'create_exclusively',
            'replace_stale', 'adopt_lease', 'renew_lease', 'is_lease_of', 'LeaseKeeper', 'release_lease',
-           'lease_to_hand_on', 'lease_of', 'run_state']
+           'lease_to_hand_on', 'lease_of', 'is_starting', 'run_state']
 
 # %% ../../nbs/base/23_lease.ipynb #lease-imports
 # The lease of a run's folder.
@@ -252,12 +252,26 @@ def lease_of(folder: str | Path) -> Iterator[RunLease]:
         release_lease(folder, lease.mark)
 
 # %% ../../nbs/base/23_lease.ipynb #lease-state
+def is_starting(folder: Path, here: HostIdentity) -> bool:
+    "Whether a run without a status may still get one: it was made, or its lease touched, a moment ago."
+    now = time.time()
+    lease = read_lease(folder)
+    if lease is not None:
+        return now - lease.renewed <= STALE_S or is_held(lease, now, here)
+    try:
+        return now - (folder / "config.toml").stat().st_mtime <= STALE_S
+    except OSError:
+        return False
+
+
 def run_state(folder: str | Path, status: Status | None) -> str:
-    """starting, running, paused, finished, stopped, failed or dead: as `state_of` its status, and a run on another host
-    is dead, too, if its lease is stale."""
+    """starting, running, paused, finished, stopped, failed or dead: as `state_of` its status. A run on another host is
+    dead, too, if its lease is stale; one without a status, if nobody has touched it for a while."""
     state = state_of(status)
     here = this_host()
-    if state in (*ENDED, "dead") or status is None or status.host == here.host:
+    if status is None:
+        return "starting" if is_starting(Path(folder), here) else "dead"
+    if state in (*ENDED, "dead") or status.host == here.host:
         return state
     lease = read_lease(folder)
     is_gone = lease is not None and not is_held(lease, time.time(), here)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SUPERVISOR', 'SUPERVISOR_NAME', 'GPU_SECONDS', 'LOOK_EVERY', 'BUSY', 'ALONE_BUSY', 'Neighbours', 'neighbours_of',
-           'live_runs', 'run_folder_of', 'load_average', 'usable_cores', 'gpu_processes', 'descends_from',
+           'name_for', 'live_runs', 'run_folder_of', 'load_average', 'usable_cores', 'gpu_processes', 'descends_from',
            'neighbours_in_words', 'slow_each_other', 'neighbours_in_short', 'Looker']
 
 # %% ../../nbs/base/14_neighbours.ipynb #neighbours-imports
@@ -40,8 +40,8 @@ ALONE_BUSY = 2.0  # and from which on a run that is alone is told: its own worke
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Other users of a machine: names of other live runs, load of the last minute, cores, and processes of others on
-    its GPUs."""
+    """Other users of a machine: other live runs (names in the same folder of runs, else paths), load of the last
+    minute, cores, and processes of others on its GPUs."""
 
     runs: tuple[str, ...] = ()
     load: float = 0.0
@@ -55,7 +55,13 @@ def neighbours_of(folder: Path | None = None) -> Neighbours:
     runs = {place: pid for place, pid in live_runs() if place != here}
     own = {pid for place, pid in live_runs() if place == here}
     order = sorted(runs, key=lambda place: (here is None or place.parent != here.parent, place.name))
-    return Neighbours(tuple(place.name for place in order), load_average(), usable_cores(), gpu_processes(own))
+    told = [name_for(place, here) for place in order]
+    return Neighbours(tuple(told), load_average(), usable_cores(), gpu_processes(own))
+
+
+def name_for(place: Path, here: Path | None) -> str:
+    "What names a run for somebody whose run is in `here`: its name in the same folder of runs, else its path."
+    return place.name if here and place.parent == here.parent else str(place)
 
 
 def live_runs() -> list[tuple[Path, int]]:
@@ -151,7 +157,8 @@ def slow_each_other(found: Neighbours) -> bool:
 
 def neighbours_in_short(found: Neighbours, most: int = 2) -> str:
     "The same for a line with little room: names first, without figures."
-    names, more = ", ".join(found.runs[:most]), len(found.runs) - most
+    names = ", ".join(Path(run).name for run in found.runs[:most])
+    more = len(found.runs) - most
     names += f" and {more} more" if more > 0 else ""
     told = [f"{names} also run{'s' * (len(found.runs) == 1)} here"] if names else []
     if slow_each_other(found):

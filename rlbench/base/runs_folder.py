@@ -53,7 +53,10 @@ def list_run_folders(runs: str | Path | None = None) -> list[Path]:
 
 
 def find_run_folder(run: str | Path, runs: str | Path | None = None) -> Path:
-    "The folder of a run given by name or path. Raises FileNotFoundError with the nearest known names."
+    """The folder of a run given by name or path. Raises FileNotFoundError with the nearest known names, and ValueError
+    for an empty name."""
+    if not str(run).strip():  # as a path it would be the working directory
+        raise ValueError(f"run: {str(run)!r} names no run; give the name of a run or its path (rlbench ls lists them)")
     asked, root = Path(run).expanduser(), find_runs_folder(runs)
     for folder in (asked.absolute(), root / asked, root.parent / asked):
         if is_run_folder(folder):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENDED', 'HostedActor', 'HostStatus', 'Status', 'write_status', 'read_status', 'unpack_status', 'unpack_host',
-           'known_fields', 'state_of', 'living_processes', 'is_alive']
+           'known_fields', 'value_in_force', 'state_of', 'living_processes', 'is_alive']
 
 # %% ../../nbs/base/07_status.ipynb #status-imports
 # What a run says about itself, and whether its process is there.
@@ -89,11 +89,15 @@ def write_status(folder: str | Path, status: Status) -> None:
 
 
 def read_status(folder: str | Path) -> Status | None:
-    "The status of a run; None if it has none yet. Fields of a newer rlbench are left out."
+    """The status of a run; None if it has none yet. Fields of a newer rlbench are left out. ValueError for a file that
+    holds no status."""
+    path = Path(folder) / "status.json"
     try:
-        stored = read_json(Path(folder) / "status.json")
+        stored = read_json(path)
     except FileNotFoundError:
         return None
+    if not isinstance(stored, dict) or not isinstance(stored.get("state"), str):
+        raise ValueError(f"{path}: holds no status of a run; put back the file that the run wrote")
     return unpack_status(stored)
 
 
@@ -114,6 +118,12 @@ def known_fields(kind: type, stored: Mapping[str, object]) -> dict[str, object]:
     "The items of JSON data that are fields of a record."
     known = {f.name for f in fields(kind)}
     return {name: value for name, value in stored.items() if name in known}
+
+
+def value_in_force(status: Status | None, knob: str, configured: object) -> object:
+    "The value of a knob that was turned since the run began, else the configured one."
+    turned = status.changed.get(knob) if status else None
+    return turned[0] if turned else configured
 
 # %% ../../nbs/base/07_status.ipynb #ledger-alive
 ENDED = ("finished", "stopped", "failed")

@@ -78,6 +78,9 @@ def print_digest(name: RunName, other: OtherRun = "", runs: RunsOption = "", as_
         for folder in folders:
             refuse_for_tenant(folder, "digest")
         traces = [read_trace(folder) for folder in folders]
+        for trace in traces:
+            if not trace.whole:
+                raise ValueError(f"digest: {trace.run!r} has none; its status.json is missing, or it has just begun")
     checks = compare_traces(*traces) if other else ()
     if as_json:
         facts, *others = map(digest_facts, traces, folders)

@@ -148,10 +148,10 @@ def remove_runs(names: ManyRuns, runs: RunsOption = "", yes: YesOption = False, 
         found = choose_ended_runs(names, runs)
     if not yes:
         ask_to_remove(found)
+    text = "\n".join(f"removed {shown_path(run.folder)}" for run in found)  # one of them may be the working directory
     with exit_on_refusal():
         for run in found:
             shutil.rmtree(run.folder.resolve())
-    text = "\n".join(f"removed {shown_path(run.folder)}" for run in found)
     print_result({"removed": [run.folder for run in found]}, text, as_json)
 
 # %% ../../nbs/cli/07_keep.ipynb #keep-archive

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SortOption', 'WhereOption', 'WithTagOption', 'ArchivedOption', 'LinesOption', 'ForeignPath', 'KindOption',
            'ColumnsOption', 'OPENED_STEPS', 'SHOWN_STEPS', 'PortOption', 'HostOption', 'WriteOption', 'TokenOption',
-           'list_runs', 'listed_facts', 'show_run', 'command_line', 'last_output', 'print_log', 'explain_run',
-           'print_hosts', 'describe_no_hosts', 'host_line', 'actor_line', 'open_foreign', 'print_opened',
+           'list_runs', 'listed_facts', 'show_run', 'describe_no_status', 'command_line', 'last_output', 'print_log',
+           'explain_run', 'print_hosts', 'describe_no_hosts', 'host_line', 'actor_line', 'open_foreign', 'print_opened',
            'parse_mapping', 'opened_steps', 'write_report_page', 'serve_panel']
 
 # %% ../../nbs/cli/05_look.ipynb #look-imports
@@ -121,9 +121,23 @@ def show_run(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) 
             print_ending(reader, screen)
         elif reader.status is not None:
             screen.print(progress_block(progress_rows(reader)))
+        else:
+            print_text(describe_no_status(reader.folder))
+
+
+def describe_no_status(folder: Path) -> str:
+    "What it means that a run has no status: that it starts. FileNotFoundError if nothing starts it."
+    if run_state(folder, None) == "starting":
+        return f"{folder.name}: starting; it has written no status yet"
+    raise FileNotFoundError(
+        f"run: {folder.name!r} has no status.json, and no process starts it; put the file back from a copy of the run. "
+        f"Its tables are still read by rlbench compare {folder.name}"
+    )
 
 # %% ../../nbs/cli/05_look.ipynb #look-log
-LinesOption = Annotated[int, typer.Option("--lines", "-n", help="last lines to print of the journal and of the output")]
+LinesOption = Annotated[
+    int, typer.Option("--lines", "-n", min=1, help="last lines to print of the journal and of the output")
+]
 
 
 def command_line(row: dict) -> str:

@@ -187,9 +187,15 @@ def check_gpus(
 
 # %% ../../nbs/cli/11_machine.ipynb #machine-drill-list
 def drill_rows(folder: Path, names: list[str] | None) -> list[dict[str, object]]:
-    "The drills: what each does, how the run should react, and why it does not suit the run, if so."
-    from rlbench.workbench.drill import list_drills
+    """The drills: what each does, how the run should react, and why it does not suit the run, if so. A run that cannot
+    be drilled at all gives each the same reason. ValueError for an unknown name."""
+    from rlbench.workbench.drill import choose_drills, list_drills
 
+    chosen = choose_drills(names or ())
+    try:
+        found = list_drills(folder, names or ())
+    except ValueError as error:
+        found = [(drill, str(error)) for drill in chosen]
     return [
         {
             "drill": drill.name,
@@ -198,7 +204,7 @@ def drill_rows(folder: Path, names: list[str] | None) -> list[dict[str, object]]
             "within_s": drill.within,
             "refused": why,
         }
-        for drill, why in list_drills(folder, names or ())
+        for drill, why in found
     ]
 
 

@@ -148,7 +148,7 @@ WriteClusterOption = Annotated[
     typer.Option(
         "--write-cluster",
         metavar="FILE",
-        help="write the best split as counts of workers and a [cluster] table of a run",
+        help="write the best split as counts of workers and a \\[cluster] table of a run",
     ),
 ]
 OnlyOption = Annotated[

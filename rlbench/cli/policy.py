@@ -37,6 +37,7 @@ from rlbench.cli.terminal import (
     as_plain_data,
     exit_on_refusal,
     open_run,
+    parse_seconds,
     print_json,
     print_result,
     print_text,
@@ -60,11 +61,18 @@ def config_with_policy(run: "Run") -> "RunConfig":
     return run.config.model_copy(update={"model": str(folder)})
 
 # %% ../../nbs/cli/09_policy.ipynb #policy-eval
-EvalWaitOption = Annotated[float, typer.Option("--wait", help="seconds to wait for a live run's evaluation")]
+EvalWaitOption = Annotated[
+    float,
+    typer.Option("--wait", parser=parse_seconds, metavar="SECONDS", help="seconds to wait for a live run's evaluation"),
+]
 
 
 def ask_for_evaluation(run: "Run", seconds: float) -> list[dict]:
-    "Have a live run evaluate itself; returns the new rows that came in time."
+    "Have a live run evaluate itself; returns the new rows that came in time. ValueError if it has no evaluation set."
+    if not run.config.eval:
+        raise ValueError(
+            f"eval: {run.name!r} has no evaluation set, and a live run takes none; start runs with [[eval]]"
+        )
     before = len(run.evals)
     expected = before + len(run.config.eval)
     until = time.monotonic() + seconds

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LOW_BYTES', 'IN_LOG', 'LOOK_SECONDS', 'LINE_SECONDS', 'clock_text', 'share_text', 'rate_with_error',
-           'remaining_seconds', 'headline', 'disk_text', 'held_out_rows', 'preflight_rows', 'diagnosis_rows',
-           'served_text', 'length_text', 'queue_text', 'queue_row', 'work_text', 'recent_rows', 'progress_rows',
-           'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_unwatched']
+           'remaining_seconds', 'step_budget', 'headline', 'disk_text', 'held_out_rows', 'preflight_rows',
+           'diagnosis_rows', 'served_text', 'length_text', 'queue_text', 'queue_row', 'work_text', 'recent_rows',
+           'progress_rows', 'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run',
+           'print_unwatched']
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-imports
 # A run while it is under way, in a few lines, until it has ended.
@@ -29,7 +30,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..base.status import Status, state_of
+from ..base.status import Status, state_of, value_in_force
 from ..base.tenants import read_owner
 from .terminal import NOT_LIVE
 
@@ -64,7 +65,12 @@ def remaining_seconds(reader: "RunReader", steps: "pl.DataFrame") -> float | Non
     if not len(steps):
         return None
     pace = steps["seconds"].tail(20).mean()
-    return max(0.0, (reader.config.steps - reader.status.version) * pace)
+    return max(0.0, (step_budget(reader) - reader.status.version) * pace)
+
+
+def step_budget(reader: "RunReader") -> int:
+    "The versions that a run may reach, as it was configured or told since."
+    return value_in_force(reader.status, "steps", reader.config.steps)
 
 
 def headline(reader: "RunReader", steps: "pl.DataFrame", state: str) -> str:
@@ -74,7 +80,7 @@ def headline(reader: "RunReader", steps: "pl.DataFrame", state: str) -> str:
     if owner is not None:
         where = f"{owner.tenant} of the service {owner.service}"
         return f"{state}, version {status.version}, {clock_text(status.seconds)} elapsed, {where}"
-    text = f"{state}, version {status.version} of {reader.config.steps}, {clock_text(status.seconds)} elapsed"
+    text = f"{state}, version {status.version} of {step_budget(reader)}, {clock_text(status.seconds)} elapsed"
     remaining = remaining_seconds(reader, steps)
     if remaining is None or state != "running":
         return text

@@ -38,6 +38,7 @@ from rlbench.cli.terminal import (
     Screen,
     exit_on_refusal,
     open_run,
+    parse_seconds,
     parse_settings,
     plain_table,
     print_json,
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from rlbench.workbench.handle import Run
 
 # %% ../../nbs/cli/08_steer.ipynb #steer-wait
-WaitOption = Annotated[float, typer.Option("--wait", help="seconds to wait for the run's answer")]
+WaitOption = Annotated[
+    float, typer.Option("--wait", parser=parse_seconds, metavar="SECONDS", help="seconds to wait for the run's answer")
+]
 LOOK_SECONDS = 0.1  # between two looks for an answer
 
 
@@ -147,7 +150,9 @@ def plain_command(verb: str) -> Callable:
     return command
 
 # %% ../../nbs/cli/08_steer.ipynb #steer-checkpoint
-CheckpointWaitOption = Annotated[float, typer.Option("--wait", help="seconds to wait for the checkpoint")]
+CheckpointWaitOption = Annotated[
+    float, typer.Option("--wait", parser=parse_seconds, metavar="SECONDS", help="seconds to wait for the checkpoint")
+]
 
 
 def wait_for_checkpoint(run: "Run", before: set[str], seconds: float) -> str | None:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'QuietOption', 'DetachOption', 'AuthorOption', 'NOT_LIVE', 'Screen',
            'print_text', 'progress_printer', 'as_plain_data', 'print_json', 'print_result', 'plain_table',
-           'exit_on_refusal', 'exit_on_termination', 'find_folder', 'open_reader', 'open_run', 'parse_settings']
+           'exit_on_refusal', 'exit_on_termination', 'parse_seconds', 'find_folder', 'open_reader', 'open_run',
+           'parse_settings']
 
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-imports
 # What all verbs share: how a run is named, and how results, notes and refusals are printed.
@@ -134,6 +135,15 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="show no progre
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")]
 AuthorOption = Annotated[str, typer.Option(help="author of the command, for the journal")]
 
+
+def parse_seconds(text: str) -> float:
+    "Seconds of an option that says how long to wait. BadParameter for what is no number of at least 0."
+    with suppress(ValueError):
+        seconds = float(text)
+        if seconds >= 0:
+            return seconds
+    raise typer.BadParameter(f"{text!r} is no number of seconds; write 0 or more")
+
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-run
 NOT_LIVE = (*ENDED, "dead")  # states in which a run trains nothing any more
 
@@ -163,7 +173,14 @@ def open_run(name: str, runs: str | Path | None = None) -> "Run":
 
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-settings
 def parse_settings(assignments: Sequence[str] | None) -> dict[str, object]:
-    "The settings that `FIELD=VALUE` texts stand for. Raises ConfigError for a text that is none."
+    """The settings that `FIELD=VALUE` texts stand for. Raises ConfigError for a text that is none, and for a field that
+    is given twice."""
+    from rlbench.loop.config import ConfigError
     from rlbench.loop.config_files import parse_assignment
 
-    return dict(map(parse_assignment, assignments or ()))
+    settings: dict[str, object] = {}
+    for field, value in map(parse_assignment, assignments or ()):
+        if field in settings:
+            raise ConfigError(f"{field}: it is given twice, as {settings[field]!r} and {value!r}; give it once")
+        settings[field] = value
+    return settings

@@ -432,6 +432,8 @@ def knob_of_field(field: str) -> Knob:
     if table:
         return knob_in_table(table, rest)
     knobs = knobs_in(RunConfig)
+    if field in RunConfig.model_fields and field not in knobs:
+        return Knob(live=False)  # of several tables, such as `eval`
     if rest or head not in knobs:
         raise unknown_name_error("knob", field, [*knobs, *FUNCTIONS, "balance"])
     return knobs[head][0]

@@ -94,10 +94,10 @@ def describe_folder(path: Path) -> str:
 
 # %% ../../nbs/loop/10_config_files.ipynb #config-files-load-two
 def parse_assignment(text: str) -> tuple[str, object]:
-    "`field=value` of the command line; the value is read as TOML, else as a string."
+    "`FIELD=VALUE` of the command line; the value is read as TOML, else as a string."
     field, sign, value = text.partition("=")
     if not sign or not field.strip():
-        raise ConfigError(f"--set: {text!r} is not field=value")
+        raise ConfigError(f"settings: {text!r} is not FIELD=VALUE; write for example temperature=0.8")
     try:
         return field.strip(), tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:

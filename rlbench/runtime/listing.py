@@ -31,7 +31,7 @@ from pathlib import Path
 from ..base.labels import read_labels
 from ..base.lease import run_state
 from ..base.ledger_reading import read_table
-from ..base.status import Status, read_status
+from ..base.status import Status, read_status, value_in_force
 from ..base.tenants import read_owner
 from ..knobs import unknown_name_error
 from .lineage import Family, read_family
@@ -86,6 +86,7 @@ def _read_config_text(folder: Path) -> str:
 
 
 def _budget(config: str) -> int:
+    "The versions that a configuration asks for."
     found = _STEPS.search(config)
     return int(found[1]) if found else 0
 
@@ -118,7 +119,9 @@ def read_brief(folder: Path) -> ListedRun:
         found = read_status(folder)
         status = found or Status("starting")
         family = read_family(folder)
-        steps = _budget(_read_config_text(folder)) if read_owner(folder) is None else 0
+        steps = 0
+        if read_owner(folder) is None:
+            steps = value_in_force(found, "steps", _budget(_read_config_text(folder)))
         started = status.started or (folder / "config.toml").stat().st_mtime
     except _UNREADABLE as error:
         return _unreadable(named, error)
@@ -227,8 +230,11 @@ def _number(text: str) -> float | None:
 
 # %% ../../nbs/runtime/50_listing.ipynb #listing-keep
 def keep_where(runs: Iterable[ListedRun], conditions: Iterable[str] = (), tags: Iterable[str] = ()) -> list[ListedRun]:
-    "The runs that fulfil every condition and have every tag. ValueError for a malformed condition."
+    """The runs that fulfil every condition and have every tag. ValueError for a malformed condition, and for a field
+    that none of the runs has."""
+    runs = list(runs)
     parsed = [_parse_condition(text) for text in conditions]
+    _check_known(runs, [field for field, _, _ in parsed])
     wanted = set(tags)
     kept = []
     for run in runs:
@@ -258,10 +264,29 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return found
 
 
+def _settings_of(run: ListedRun) -> dict[str, object]:
+    "The settings of a run as they were configured, by dotted name; none of a run that cannot be read."
+    if run.state == "unreadable":
+        return {}
+    return _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
+
+
+def _check_known(runs: Sequence[ListedRun], fields: Sequence[str]) -> None:
+    "ValueError for a field that is no column of the list and in the configuration of none of the runs."
+    columns = {name for run in runs for name in _values_of(run)}
+    unknown = [field for field in fields if field not in columns]
+    if not runs or not unknown:
+        return
+    known = columns.union(*map(_settings_of, runs))
+    for field in unknown:
+        if field not in known:
+            raise unknown_name_error("where", field, sorted(known))
+
+
 def _fulfils(run: ListedRun, field: str, sign: str, wanted: str) -> bool:
     values = _values_of(run)
-    if field not in values and run.state != "unreadable":
-        values |= _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
+    if field not in values:
+        values |= _settings_of(run)
     return field in values and _matches(values[field], sign, wanted)
 
 # %% ../../nbs/runtime/50_listing.ipynb #listing-family

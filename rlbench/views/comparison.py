@@ -266,6 +266,11 @@ def _command_in_words(row: Mapping) -> str:
 def list_cautions(runs: Sequence[ComparedRun]) -> list[str]:
     "What must not be concluded, in sentences."
     cautions = [f"{run.name} {run.goes_on}: its figures are those up to now." for run in runs if run.goes_on]
+    cautions += [
+        f"The configuration of {run.name} (config.toml) is missing or cannot be read, so its exam is not known."
+        for run in runs
+        if not run.data.config and run.data.source is None
+    ]
     exams = {run.name: exam_of(run.data) for run in runs}
     cautions += [f"{name} has no held-out evaluation." for name, exam in exams.items() if exam is None]
     examined = [run for run in runs if exams[run.name]]

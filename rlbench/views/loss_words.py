@@ -94,6 +94,9 @@ def _unpushed_in_words(counts: TokenCounts, has_advantage: bool) -> str:
 def why_left_out(terms: RolloutTerms) -> str:
     "Why the objective does not see the rollout at all."
     rollout = terms.stored.rollout
+    has_values = len(terms.stored.start_N) or len(terms.stored.advantages_N)
+    if terms.stored.fate == "trained" and terms.recipe.stored_advantages and not has_values:
+        return "it was trained on, and the run kept no figures of its tokens (without a model there are none)"
     if not any(segment.trained.any() for segment in rollout.segments):
         return f"none of its {tokens_in_words(rollout.length)} carries weight in the loss, so it is left out"
     if rollout.reward is None:

@@ -148,7 +148,7 @@ def scene_of(folder: str | Path) -> Scene:
     return Scene(folder, config, pool)
 
 
-START_REMEDIES = {"starting": "wait until it runs", "paused": "release it first: rlbench go"}
+START_REMEDIES = {"starting": "wait until it runs", "paused": "release it first: rlbench go {name}"}
 
 
 def check_is_running(folder: Path) -> None:
@@ -162,7 +162,7 @@ def check_is_running(folder: Path) -> None:
             f"it on {status.host}"
         )
     if state != "running":
-        remedy = START_REMEDIES.get(state, "start another, or rlbench resume")
+        remedy = START_REMEDIES.get(state, "start another, or rlbench resume {name}").format(name=folder.name)
         raise ValueError(f"drill: {folder.name!r} is {state}, and only a run that is running can be drilled; {remedy}")
 
 # %% ../../nbs/workbench/08_drill_scene.ipynb #scene-since

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['start_process', 'start_with_lease', 'start_alone', 'start_from_warm_server', 'free_name', 'neighbour_notes',
-           'warn_changed_inputs', 'check_resumable', 'next_restart', 'end_leftovers']
+           'warn_changed_inputs', 'check_resumable', 'notes_on_lost_commands', 'next_restart', 'end_leftovers']
 
 # %% ../../nbs/workbench/11_starting.ipynb #start-imports
 # The start of a run's processes.
@@ -30,14 +30,16 @@ from typing import TYPE_CHECKING
 
 from ..base.interrupts import interrupts_held_back
 from ..base.lease import LEASE_VARIABLE, RunLease, lease_to_hand_on, run_state
-from ..base.ledger_reading import read_resumes
+from ..base.ledger_reading import read_resumes, read_table
 from ..base.neighbours import SUPERVISOR, SUPERVISOR_NAME, neighbours_in_words, neighbours_of
 from ..base.status import ENDED, is_alive, read_status
 from ..loop.config import RunConfig, check_built, with_knob
 from ..loop.config_files import captured_functions, changed_inputs
 from ..loop.ending import describe_spent_budget
+from ..loop.journal import VERBS
 
 if TYPE_CHECKING:
+    from rlbench.runtime.checkpoint import LoadedCheckpoint
     from rlbench.runtime.fork_server import SessionProgram
 
 # %% ../../nbs/workbench/11_starting.ipynb #start-process
@@ -135,7 +137,26 @@ def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
             f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume "
             f"{folder.name} --set {reason.partition(':')[0]}=..."
         )
-    return notes_on_checkpoint(start)
+    return [*notes_on_checkpoint(start), *notes_on_lost_commands(folder, start, knobs)]
+
+
+def notes_on_lost_commands(folder: Path, start: "LoadedCheckpoint", knobs: Mapping[str, object]) -> list[str]:
+    "Which settings took effect after a checkpoint, are lost with a resume from it, and are not among `knobs`."
+    from rlbench.runtime.resumed import UNDOES_NOTHING
+
+    rows = read_table(folder, "commands", ["command", "knob", "value", "status"], since=start.manifest.rows["commands"])
+    waiting = {command.id for command in start.state.commands.waiting}
+    lost: dict[str, str] = {}  # knob -> its last value
+    for row in rows.rows(named=True):
+        is_setting = row["knob"] not in (*UNDOES_NOTHING, *VERBS, *knobs)
+        if is_setting and row["status"] == "applied" and row["command"] not in waiting:
+            lost[row["knob"]] = row["value"]
+    version = start.manifest.version
+    return [
+        f"{knob} = {value} took effect after the checkpoint of version {version} and is lost; ask for it again: "
+        f"rlbench set {folder.name} {knob}=..."
+        for knob, value in lost.items()
+    ]
 
 
 def next_restart(folder: Path) -> int:

@@ -42,16 +42,18 @@ def test_a_run_elsewhere_on_this_machine_is_found(tmp_path, resting):
     deadline = time.monotonic() + 10
     while (tmp_path / "other", resting.pid) not in live_runs() and time.monotonic() < deadline:
         time.sleep(0.05)
+    other = tmp_path / "other"
     assert "other" in neighbours_of(tmp_path / "mine").runs
-    assert "other" not in neighbours_of(tmp_path / "other").runs
+    assert str(other) in neighbours_of(tmp_path / "elsewhere" / "mine").runs
+    assert "other" not in neighbours_of(other).runs
 
 
 def test_runs_of_the_same_folder_come_first(tmp_path, monkeypatch):
     "`rlbench pause` finds the first name that is told, and a far run does not crowd it out."
     far, near, mine = tmp_path / "elsewhere" / "a", tmp_path / "runs" / "z", tmp_path / "runs" / "mine"
     monkeypatch.setattr("rlbench.base.neighbours.live_runs", lambda: [(far, 1), (near, 2), (mine, 3)])
-    assert neighbours_of(mine).runs == ("z", "a")
-    assert neighbours_of().runs == ("a", "mine", "z")
+    assert neighbours_of(mine).runs == ("z", str(far))
+    assert neighbours_of().runs == (str(far), str(mine), str(near))
 
 
 def test_nothing_is_said_where_nothing_else_is():
