@@ -73,4 +73,4 @@ def find_run_folder(run: str | Path, runs: str | Path | None = None) -> Path:
 def shown_path(path: Path) -> str:
     "A path for people: from the working directory where it lies in it, else whole."
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
