@@ -29,8 +29,10 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK = "::test_notebook_runs["
 # notebooks that take longest come before the others, so that all workers end at about the same time
 LONGEST = (
-    "sandbox/33_hacks studies/solved_groups studies/tool_drift studies/sandbox_quota which_mode workbench workbench/10_drill "
-    "workbench/16_ablation bench/24_acceptance bench/29_ray_hosts engines/09_vllm planning/08_simulator planning/18_predict"
+    "sandbox/33_hacks studies/solved_groups studies/tool_drift studies/sandbox_quota which_mode workbench "
+    "workbench/10_drill "
+    "workbench/16_ablation bench/24_acceptance bench/29_ray_hosts engines/09_vllm planning/08_simulator "
+    "planning/18_predict"
 ).split()
 ON_HOSTS = tuple(f"process/test_{name}_hosts.py" for name in ("doctor_on", "ranks_on", "ray", "runs_over"))
 STARTED = pytest.StashKey[tuple[float, float]]()  # the clock and the processors' busy seconds as the session starts
@@ -69,8 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With several workers: what the session cost in processor seconds, which depends less on the machine's hour than its
-    length does, and the files that took longest."""
+    """With several workers: what the session cost in processor seconds, which depends less on the machine's hour than
+    its length does, and the files that took longest."""
     if not config.getoption("numprocesses", None):
         return
     began, busy = config.stash[STARTED]
@@ -90,7 +92,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    "The notebooks come last: they are many and fill what is left of each worker. A name with an address in it would be another one in each worker."
+    """The notebooks come last: they are many and fill what is left of each worker.
+
+    A name with an address in it would be another one in each worker."""
     if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"tests whose names change from process to process, name their parameters: {adrift[0]}")
     longest = [f"{NOTEBOOK}{name}]" for name in LONGEST]
@@ -104,8 +108,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """With several workers: the tests of a file stay together, since they share what they start; those of all files that
-    need simulated hosts do, too; and each notebook is run where there is room."""
+    """With several workers: the tests of a file stay together, since they share what they start;
+    those of all files that need simulated hosts do, too; and each notebook is run where there is room."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):

@@ -1,7 +1,9 @@
-"""The sources of the documentation site: `make docs` collects them in build/docs-source, and Sphinx builds build/docs of them.
+"""The sources of the documentation site: `make docs` collects them in build/docs-source,
+and Sphinx builds build/docs of them.
 
 The notebooks are shown as they are stored, without cells that are hidden and without directives. Around them come the
-pages that only a site needs: two per room, with the list of its notebooks and with its API, CONTRIBUTING.md and the licence.
+pages that only a site needs: two per room, with the list of its notebooks and with its API,
+CONTRIBUTING.md and the licence.
 """
 
 import json
@@ -63,7 +65,8 @@ def front_contents() -> str:
 
 
 def shown_links(text: str) -> str:
-    "Markdown with its links as they are on the site: files of the top folder stand beside the front page, and headings are in small letters."
+    """Markdown with its links as they are on the site: files of the top folder stand beside the front page,
+    and headings are in small letters."""
     text = re.sub(r"\]\(\.\./(CONTRIBUTING\.md|LICENSE)\)", r"](\1)", text)
     return re.sub(r"(\]\([^)\s:]*#)([^)\s]+)\)", lambda link: f"{link[1]}{link[2].lower()})", text)
 
@@ -96,7 +99,8 @@ def site_pages() -> dict[str, str]:
 
 
 def write_site(folder: Path) -> None:
-    "Put the sources of the site into a folder; a file that has not changed is left alone, so that Sphinx need not read it again."
+    """Put the sources of the site into a folder; a file that has not changed is left alone,
+    so that Sphinx need not read it again."""
     pages = site_pages()
     for name, text in pages.items():
         path = folder / name

@@ -1,5 +1,5 @@
-"""`make readme`: README.md is nbs/index.ipynb as Markdown, data/guide holds the guide for terminals, nbs/papers.ipynb and nbs/map.ipynb list
-the claims and the notebooks."""
+"""`make readme`: README.md is nbs/index.ipynb as Markdown, data/guide holds the guide for terminals,
+nbs/papers.ipynb and nbs/map.ipynb list the claims and the notebooks."""
 
 import json
 import re
@@ -52,7 +52,8 @@ def readme(notebook: Path) -> str:
 
 
 def guide_page(page: str) -> str:
-    "A page of the guide as Markdown for a terminal: a link is its text, with the command that prints the page it leads to."
+    """A page of the guide as Markdown for a terminal: a link is its text,
+    with the command that prints the page it leads to."""
 
     def in_terminal(link: re.Match) -> str:
         name = link[3].removesuffix(".ipynb")

@@ -137,7 +137,8 @@ _ALL = (
     Drill(
         name="dead-pool",
         does="the pool's controller is killed",
-        reaction="the guardian ends its processes, another controller starts, and the run asks again for unfinished programs",
+        reaction="the guardian ends its processes, another controller starts, "
+        "and the run asks again for unfinished programs",
         within=45,
         suits=why_not_sandboxed,
         inject=kill_controller,

@@ -1,4 +1,5 @@
-"""The live panel in a real JupyterLab, driven as a person drives it: each move is looked for in the run's journal and in what it did."""
+"""The live panel in a real JupyterLab, driven as a person drives it:
+each move is looked for in the run's journal and in what it did."""
 
 import json
 import os
@@ -300,7 +301,8 @@ def swap_reward(page, run: rl.Run) -> None:
 
 
 def restart_and_attach(page, run: rl.Run, shot) -> None:
-    "The run outlives the kernel; the panel of the dead kernel says that it is old; attached again, everything is there."
+    """The run outlives the kernel; the panel of the dead kernel says that it is old;
+    attached again, everything is there."""
     restart_kernel(page)
     version = run.status.version
     await_value(lambda: run.status.version > version + 1, page=page)
@@ -342,7 +344,8 @@ def test_two_viewers_of_one_run(lab, shared, shot):
 
 
 def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
-    "What a change would do stands in the charts beside what the run does; a slider is answered at once, and by simulation when it rests."
+    """What a change would do stands in the charts beside what the run does;
+    a slider is answered at once, and by simulation when it rests."""
     versions(None, shared, 14)  # since the test before changed what is fitted
     write_notebook(
         lab.notebooks / "ahead.ipynb",
@@ -376,7 +379,8 @@ WHOLLY_SEEN = """() => {
 
 
 def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, shot):
-    "On a small and a large screen, with tags and a note: six cards, five sliders and Pause lie inside the page at once; the value under the mouse is that of the journal."
+    """On a small and a large screen, with tags and a note:
+    six cards, five sliders and Pause lie inside the page at once; the value under the mouse is that of the journal."""
     write_notebook(lab.notebooks / "seen.ipynb", "import rlbench as rl", 'rl.attach("shared")')
     page = opened(lab, "seen.ipynb")
     write_labels_by_hand(page, shared)
@@ -403,7 +407,8 @@ def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, s
 
 
 def write_labels_by_hand(page, run: rl.Run) -> None:
-    "Open the fields by the pencil, write tags and a note, save; the folder has them, and the line shows them without the fields."
+    """Open the fields by the pencil, write tags and a note, save;
+    the folder has them, and the line shows them without the fields."""
     pencil, tags = (
         panel(page).get_by_role("button", name="Change the tags and the note"),
         panel(page).get_by_role("textbox", name="tags"),
@@ -420,7 +425,8 @@ def write_labels_by_hand(page, run: rl.Run) -> None:
 
 
 def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
-    "Each panel names the other run, and says that they slow each other: the kernel has one core, so two runs are too many on any machine."
+    """Each panel names the other run, and says that they slow each other:
+    the kernel has one core, so two runs are too many on any machine."""
     one_core = "import os\nimport rlbench as rl\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     second = 'second = rl.run("tiny", name="second", steps=100_000, generator="scripted")\nrl.attach("shared")'
     write_notebook(lab.notebooks / "two.ipynb", one_core, second, "second")
@@ -480,7 +486,8 @@ FITS = """() => {
 
 
 def test_another_systems_run_is_shown_and_followed(lab, shot):
-    "A run of prime-rl in its own panel: cards that have data, what limits it, no controls; it seemed over, and a new step is drawn by itself."
+    """A run of prime-rl in its own panel: cards that have data, what limits it, no controls;
+    it seemed over, and a new step is drawn by itself."""
     theirs = lab.notebooks / "theirs"
     shutil.copytree(Path(__file__).parents[1] / "foreign" / "prime_rl" / "july", theirs)
     code = "import os\nos.environ['RLBENCH_CACHE'] = 'cache'\nimport rlbench as rl\nrl.open('theirs')"
@@ -502,7 +509,8 @@ def test_another_systems_run_is_shown_and_followed(lab, shot):
 
 
 def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
-    "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough, in the frames that are drawn there."
+    """At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough,
+    in the frames that are drawn there."""
     write_notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("shared")')
     page = opened(lab, "wide.ipynb", height=2000)
     shared.set(staleness=3)
@@ -554,7 +562,8 @@ rl.run("tiny", name="worse", runs="runs", steps=200, batch=64, group=8, learning
 
 
 def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
-    "The strip says that the run collapses, training health comes first, and a click forks it from its best checkpoint; the sliders stay where they are in view."
+    """The strip says that the run collapses, training health comes first,
+    and a click forks it from its best checkpoint; the sliders stay where they are in view."""
     write_notebook(lab.notebooks / "worse.ipynb", COLLAPSING)
     page = lab.open_notebook("worse.ipynb", width=1920)
     cell = run_cell(page, 0)
@@ -620,7 +629,8 @@ def served(tmp_path):
 
 
 def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path, shot):
-    "With the token, the live panel without controls; without it, a login page; no code is executed for a visitor; Ctrl-C ends it."
+    """With the token, the live panel without controls; without it, a login page; no code is executed for a visitor;
+    Ctrl-C ends it."""
     run, address, token, server = served
     page = lab.page(height=1100)
 

@@ -29,7 +29,11 @@ def api_pages() -> dict[str, str]:
 def module_section(module: str, notebook: str) -> str:
     "A module: its purpose, the notebook that it is written in, and its public functions and classes."
     tree = ast.parse(module_path(module).read_text(encoding="utf-8"))
-    head = f"## {module}\n\n{ast.get_docstring(tree) or ''} Written in [{notebook.removesuffix('.ipynb')}](../{notebook}).\n"
+    head = (
+        f"## {module}\n"
+        f"\n"
+        f"{ast.get_docstring(tree) or ''} Written in [{notebook.removesuffix('.ipynb')}](../{notebook}).\n"
+    )
     parts = [head, f"```{{py:module}} rlbench.{module}\n:no-typesetting:\n```\n"]
     described = {}  # of a name that is defined twice, the last definition counts
     for node in tree.body:

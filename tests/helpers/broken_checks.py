@@ -1,4 +1,7 @@
-"""The subjects of `rlbench gpu-check`, each broken on purpose. `python broken_checks.py NAME FOLDER [whole]` runs one check in a process of its own and prints its verdict: a process has one team of ranks and one engine of vLLM."""
+"""The subjects of `rlbench gpu-check`, each broken on purpose.
+
+`python broken_checks.py NAME FOLDER [whole]` runs one check in a process of its own and prints its verdict:
+a process has one team of ranks and one engine of vLLM."""
 
 import sys
 from dataclasses import replace

@@ -30,7 +30,8 @@ class MadeLab(Lab):
         super().__init__(folder, self.make, {"HOME": str(self.home), "PYTHONPATH": paths})
 
     def make(self, arguments: list[str]) -> list[str]:
-        "The command; the environment of the tests takes the place of .venv, and what keeps toasts away is left to make."
+        """The command; the environment of the tests takes the place of .venv,
+        and what keeps toasts away is left to make."""
         (self.state / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings").unlink()
         return [
             "make",
@@ -53,7 +54,8 @@ class MadeLab(Lab):
             return answer.read()
 
     def leave(self, *pages: Page) -> None:
-        "Close pages, and end all kernels: a panel that nobody looks at any more follows its run as long as its kernel lives."
+        """Close pages, and end all kernels: a panel that nobody looks at any more follows its run as long as its kernel
+        lives."""
         for page in pages:
             page.context.close()
         for session in json.loads(self.ask("sessions")):

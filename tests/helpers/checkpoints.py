@@ -17,7 +17,10 @@ from transformers import (
 
 from rlbench.models.model import load_policy, quiet_library
 
-TEMPLATE = "{% for message in messages %}{% if message['role'] == 'user' %}x{{ message['content'] }}y{% else %}{{ message['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}x{{ message['content'] }}y{% else %}{{ "
+    "message['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
+)
 SHAPE = dict(
     vocab_size=48,
     hidden_size=32,
@@ -66,7 +69,8 @@ FAMILIES = {
 
 
 def checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
-    "Write a random checkpoint of a family, as the Hub has them: configuration, safetensors (sharded where the family says so), tokenizer with chat template."
+    """Write a random checkpoint of a family, as the Hub has them:
+    configuration, safetensors (sharded where the family says so), tokenizer with chat template."""
     family = FAMILIES[name]
     torch.manual_seed(seed)
     with quiet_library():

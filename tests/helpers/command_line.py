@@ -1,4 +1,5 @@
-"""Verbs of the command line: in the process of the test, which is quick, or in one of their own, as a person runs them."""
+"""Verbs of the command line: in the process of the test, which is quick, or in one of their own,
+as a person runs them."""
 
 import contextlib
 import json

@@ -2,9 +2,10 @@
 Each logs into FOLDER/RECIPE.
 
 Three things are replaced, by the package's own means or from outside, because they would need the Hugging Face Hub:
-the data set (`datasets.load_dataset` gives rows made here), the tokenizer (registered with `register_tokenizer`: one token
-of the embedded policy for each word, and a response is read as the parity of its first token), and, where a recipe asks
-for it, the loss `stable_reinforce` (its field `loss_fn` is set to `importance_sampling`). The recipes' files are not touched.
+the data set (`datasets.load_dataset` gives rows made here), the tokenizer (registered with `register_tokenizer`:
+one token of the embedded policy for each word, and a response is read as the parity of its first token), and,
+where a recipe asks for it, the loss `stable_reinforce` (its field `loss_fn` is set to `importance_sampling`).
+The recipes' files are not touched.
 """
 
 import sys
@@ -44,7 +45,8 @@ def made_rows(count: int = 32) -> datasets.DatasetDict:
 
 
 def run_recipe(recipe: str, url: str, folder: str) -> None:
-    "Two steps of a recipe. Of sixteen tasks a step, some always have right and wrong answers, so that there is a gradient."
+    """Two steps of a recipe. Of sixteen tasks a step, some always have right and wrong answers,
+    so that there is a gradient."""
     tokenizer_utils.register_tokenizer(MODEL, WordTokenizer)
     datasets.load_dataset = lambda *names, **options: made_rows()
     module = import_module(f"tinker_cookbook.recipes.{recipe}")

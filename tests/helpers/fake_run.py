@@ -1,4 +1,6 @@
-"""A made-up run folder with every kind of row, for tests of what reads run folders. `python tests/fake_run.py ROOT NAME` makes one to look at."""
+"""A made-up run folder with every kind of row, for tests of what reads run folders.
+
+`python tests/fake_run.py ROOT NAME` makes one to look at."""
 
 import json
 import sys

@@ -1,10 +1,13 @@
 """Drawn configurations and commands, run in this process on the virtual clock, and what has to hold for each.
 
-`python tests/helpers/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures, and a block for each case that does not hold.
-A case is drawn from the configuration's own schema: every knob with both of its ends, what lies outside, and what is no number at all.
+`python tests/helpers/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures,
+and a block for each case that does not hold.
+A case is drawn from the configuration's own schema:
+every knob with both of its ends, what lies outside, and what is no number at all.
 
-`python tests/helpers/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands: 1508 done, 402 refused,
-46 checked, 29 failed, 15 refused by an actor; 0 do not hold. ("failed": the run ended itself with a named reason, its books closed.)
+`python tests/helpers/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands:
+1508 done, 402 refused, 46 checked, 29 failed, 15 refused by an actor; 0 do not hold.
+("failed": the run ended itself with a named reason, its books closed.)
 """
 
 import collections
@@ -349,11 +352,14 @@ def settled(table: dict) -> dict:
 # What has to hold
 
 UNNAMED = re.compile(
-    r"Traceback|\b(Type|Key|Index|Attribute|Assertion|ZeroDivision|Overflow|Recursion|Name|UnboundLocal|Runtime|Memory|StopIteration|Unicode\w*)Error\b"
+    r"Traceback|\b(Type|Key|Index|Attribute|Assertion|ZeroDivision|Overflow|Recursion|Name|UnboundLocal|Runti"
+    r"me|Memory|StopIteration|Unicode\w*)Error\b"
 )
 NAMED = re.compile(r"\s*[\w.$-]+(\[\d+\])?(: | )")
 REMEDY = re.compile(
-    r"use |give |set |choose |write |name |did you mean|known:|is not one of|should (be|have)|correct it|rename|leave |start another|takes no|make |there are|than the generators|already|annotate|lower|pip install|capture it|no such|knob|missing"
+    r"use |give |set |choose |write |name |did you mean|known:|is not one of|should (be|have)|correct "
+    r"it|rename|leave |start another|takes no|make |there are|than the generators|already|annotate|lower|pip "
+    r"install|capture it|no such|knob|missing"
 )
 
 
@@ -447,7 +453,9 @@ class Fuzzed(Driver):
         return any(self.state.rollouts[i].status in UNFINISHED for i in group.rollouts)
 
     def most_unwritten(self) -> int:
-        "Groups that may have rollouts still to be written, where the queue drops the oldest: each generator may be given what it runs and an eighth more, as much again may wait for it, and the last group may go beyond."
+        """Groups that may have rollouts still to be written, where the queue drops the oldest:
+        each generator may be given what it runs and an eighth more, as much again may wait for it,
+        and the last group may go beyond."""
         c = self.state.config
         running = [min(a.slots, c.concurrency) for a in generators_up(self.state).values()]
         return 2 * sum(n + max(2, n // 8) for n in running) + 1
@@ -507,7 +515,9 @@ def safe(config: RunConfig, text: bytes) -> bool:
 
 
 def run_case(case: Case, root: Path) -> str:
-    "How a case ended: refused, checked (too large or not to be run here), or as its run did. Raises what does not hold."
+    """How a case ended: refused, checked (too large or not to be run here), or as its run did.
+
+    Raises what does not hold."""
     try:
         config = make_config(case.table)
     except ConfigError as error:
@@ -563,7 +573,9 @@ def check_end(driver: Fuzzed) -> str:
 
 
 def survey(count: int, number: int, limit: int = 120) -> int:
-    "Run so many cases, print each that does not hold, and a line with what became of all. Returns how many did not hold."
+    """Run so many cases, print each that does not hold, and a line with what became of all.
+
+    Returns how many did not hold."""
     ends, kinds, broken = collections.Counter(), collections.Counter(), collections.Counter()
 
     def late(*_):
@@ -583,7 +595,10 @@ def survey(count: int, number: int, limit: int = 120) -> int:
                 broken[kind] += 1
                 if broken[kind] <= 2:
                     print(
-                        f"--- {kind}\n{case.table}\n{case.told}\n{''.join(traceback.format_exception(error)[-6:])[-1500:]}",
+                        f"--- {kind}\n"
+                        f"{case.table}\n"
+                        f"{case.told}\n"
+                        f"{''.join(traceback.format_exception(error)[-6:])[-1500:]}",
                         flush=True,
                     )
             finally:
@@ -599,7 +614,8 @@ def survey(count: int, number: int, limit: int = 120) -> int:
         )
         seed(number)(some(given(cases(most))(each)))()
     print(
-        f"{sum(kinds.values())} cases, {kinds['with commands']} with commands: {', '.join(f'{n} {end}' for end, n in ends.most_common())}; {sum(broken.values())} do not hold",
+        f"{sum(kinds.values())} cases, {kinds['with commands']} with commands: "
+        f"{', '.join(f'{n} {end}' for end, n in ends.most_common())}; {sum(broken.values())} do not hold",
         flush=True,
     )
     for kind, times in broken.most_common():

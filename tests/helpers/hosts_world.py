@@ -1,4 +1,5 @@
-"The modelled actors of `world` on several hosts, which are lost and join at random moments; every order to start an actor is checked."
+"""The modelled actors of `world` on several hosts, which are lost and join at random moments;
+every order to start an actor is checked."""
 
 import random
 from collections import Counter

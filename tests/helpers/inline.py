@@ -19,7 +19,9 @@ from rlbench.workbench.prepare import take_functions
 
 
 class Told(Driver):
-    "A driver to which commands are said after stated numbers of events: (event, knob, value, over). A pause that nothing else ends is ended by go."
+    """A driver to which commands are said after stated numbers of events: (event, knob, value, over).
+
+    A pause that nothing else ends is ended by go."""
 
     told: list = []
     said = 0

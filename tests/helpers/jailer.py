@@ -74,7 +74,8 @@ class Prison:
         return reply.value or Execution(reply.fault.end, message=reply.fault.message)
 
     def turns(self, program: Program, limits: SandboxLimits) -> dict[str, str]:
-        "A program in a workspace, what is kept of it, another program in its place, and one where the workspace begins again with what was kept: how each of it ended."
+        """A program in a workspace, what is kept of it, another program in its place,
+        and one where the workspace begins again with what was kept: how each of it ended."""
         good, told = (
             Program(
                 "import sys; print(open('solution.py').read()); sys.exit(not open('solution.py').read() == 'good')",
@@ -105,7 +106,8 @@ class Prison:
         reply = ask(self.jail, Order(self.ticket, kind, session, **fields))[0]
         if isinstance(reply.value, Execution):
             return (
-                f"{reply.value.end} {reply.value.status} {reply.value.message}{reply.value.stderr[-200:].decode(errors='replace')}".strip(),
+                f"{reply.value.end} {reply.value.status} "
+                f"{reply.value.message}{reply.value.stderr[-200:].decode(errors='replace')}".strip(),
                 None,
             )
         return (

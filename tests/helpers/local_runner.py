@@ -1,4 +1,6 @@
-"""The smallest place that runs programs by the sandbox's protocol: a process with limits, and no jail. For tests of what is above it; what it runs here was written for these tests."""
+"""The smallest place that runs programs by the sandbox's protocol: a process with limits, and no jail.
+
+For tests of what is above it; what it runs here was written for these tests."""
 
 import os
 import select
@@ -27,7 +29,9 @@ LINE = 1 << 21  # bytes of an answer that are read at most
 
 
 class LocalRunner:
-    "Runs each program in a process and a folder of its own. `ends`: ends to play before anything is run, by number of the run."
+    """Runs each program in a process and a folder of its own.
+
+    `ends`: ends to play before anything is run, by number of the run."""
 
     def __init__(self, ends: dict[int, End] | None = None):
         self.ends, self.programs = ends or {}, []

@@ -15,7 +15,9 @@ NOTEBOOKS = sorted(
 
 @cache
 def cells(path: Path, kind: str = "") -> list[dict]:
-    "The cells of a notebook, of one kind if one is named, with their text joined. They are read once: nobody changes them."
+    """The cells of a notebook, of one kind if one is named, with their text joined.
+
+    They are read once: nobody changes them."""
     found = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [
         {**cell, "source": "".join(cell["source"])}

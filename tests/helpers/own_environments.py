@@ -1,4 +1,5 @@
-"""Three environments written against the public classes of the package `verifiers` and nothing else: one turn, tools, and tools over a state."""
+"""Three environments written against the public classes of the package `verifiers` and nothing else:
+one turn, tools, and tools over a state."""
 
 import verifiers as vf
 from datasets import Dataset

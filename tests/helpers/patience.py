@@ -16,7 +16,9 @@ def until(condition, seconds: float = 60.0, every: float = 0.05):
 
 
 def stands(value, seconds: float = 1.5, within: float = 10.0):
-    "Wait until a value has been the same for so many seconds, and return it. AssertionError if it moves for longer than `within`."
+    """Wait until a value has been the same for so many seconds, and return it.
+
+    AssertionError if it moves for longer than `within`."""
     seen, since, end = value(), time.monotonic(), time.monotonic() + within
     while time.monotonic() < since + seconds:
         assert time.monotonic() < end, f"it did not come to rest within {within:g} s"

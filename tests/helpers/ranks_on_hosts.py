@@ -1,5 +1,5 @@
-"""Main functions of the two ranks of a trainer, for a `FarProcess` on each of two hosts. They import PyTorch themselves:
-whoever starts them imports this module, too, and needs no PyTorch."""
+"""Main functions of the two ranks of a trainer, for a `FarProcess` on each of two hosts.
+They import PyTorch themselves: whoever starts them imports this module, too, and needs no PyTorch."""
 
 
 def made_batches() -> list:

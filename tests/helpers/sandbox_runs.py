@@ -6,7 +6,8 @@ from hashlib import blake2b
 
 from rlbench.sandbox.types import End, Execution, Fault, Layer
 
-# The scripted generator writes numbers. What is asked of it is an even count of words, found out by running a program: half of the responses are right.
+# The scripted generator writes numbers.
+# What is asked of it is an even count of words, found out by running a program: half of the responses are right.
 EVEN = {
     "kind": "function",
     "function": "solve",
@@ -39,7 +40,8 @@ ANSWER = json.dumps(EVEN)
 
 
 class Quick:
-    "A pool that knows what the program would do, and fails as it is told: `fails(n)` gives the end of execution n, or None."
+    """A pool that knows what the program would do, and fails as it is told:
+    `fails(n)` gives the end of execution n, or None."""
 
     def __init__(self, fails=lambda n: None):
         self.fails, self.runs = fails, 0

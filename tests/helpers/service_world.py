@@ -1,4 +1,5 @@
-"""A training service without processes: the real driver, rules and journals, and workers that are objects on a virtual clock."""
+"""A training service without processes: the real driver, rules and journals,
+and workers that are objects on a virtual clock."""
 
 import hashlib
 import json

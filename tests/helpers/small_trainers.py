@@ -31,7 +31,8 @@ def small_model(seed: int = 0):
 def made_groups(
     count: int = 6, size: int = 6, temperature: float = 1.0, noise: float = 0.0, seed: int = 0
 ) -> list[Group]:
-    "Random responses with the log-probabilities of `small_model(0)`, disturbed by normal noise; every third one is right."
+    """Random responses with the log-probabilities of `small_model(0)`, disturbed by normal noise;
+    every third one is right."""
     random, model, groups = np.random.default_rng(seed), small_model(), []
     for g in range(count):
         task, members = Task(f"t{g}", "", ""), []

@@ -1,4 +1,5 @@
-"""Runs without a model on the virtual clock, written down with what they did: whoever rewrites the loop or the driver finds every decision that is no longer the same.
+"""Runs without a model on the virtual clock, written down with what they did:
+whoever rewrites the loop or the driver finds every decision that is no longer the same.
 
 For a change of behaviour that is meant, `python tests/helpers/stored_runs.py "drawn 1"` writes down what the named runs
 do now, with the configuration that they have; without a name, the whole file is drawn anew.
@@ -83,7 +84,8 @@ def finished(driver: Driver) -> Driver:
 
 
 def told_of(driver: Driver) -> dict:
-    "What a run did: its digest, how many events it had, and a hash of what its tables say of rollouts, batches and commands."
+    """What a run did: its digest, how many events it had, and a hash of what its tables say of rollouts,
+    batches and commands."""
     rows = {
         table: read_table(driver.folder, table, columns.split()).select(columns.split()).rows()
         for table, columns in COLUMNS.items()
@@ -114,7 +116,8 @@ def steered(name: str, how: str, seed: int) -> StoredRun:
 
 
 def to_store() -> list[StoredRun]:
-    "Runs worth a place in the file: drawn ones with commands, every strategy for stragglers with and without waves, resumed, forked and replayed ones."
+    """Runs worth a place in the file: drawn ones with commands, every strategy for stragglers with and without waves,
+    resumed, forked and replayed ones."""
     base = SYNC | {"max_tokens": 256, "virtual": {"scripted_length": 26.0, "scripted_tail": 0.9}}
     waves, ahead = base | {"checkpoint_every": 0, "steps": 5}, {"staleness": 2, "concurrency": 32}
     saved = base | {"checkpoint_every": 1, "checkpoints_kept": 9, "steps": 6}

@@ -1,4 +1,5 @@
-"""Clients of a training service for tests: the official one with a small loop, and one that sends what nobody should."""
+"""Clients of a training service for tests: the official one with a small loop,
+and one that sends what nobody should."""
 
 import json
 import random

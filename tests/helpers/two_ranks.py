@@ -1,4 +1,6 @@
-"""In a script of its own, since a process belongs to one team for good: a trainer of one process, then one of two that goes on from its checkpoint, then one again. `python two_ranks.py FOLDER` writes FOLDER/told.pt and kills itself."""
+"""In a script of its own, since a process belongs to one team for good:
+a trainer of one process, then one of two that goes on from its checkpoint, then one again.
+`python two_ranks.py FOLDER` writes FOLDER/told.pt and kills itself."""
 
 import multiprocessing
 import os

@@ -25,7 +25,9 @@ class Ran:
 
 
 class WarmInterpreter:
-    "An interpreter with the usual modules imported. Each notebook runs in a fork of it, and finds the folder as it was."
+    """An interpreter with the usual modules imported.
+
+    Each notebook runs in a fork of it, and finds the folder as it was."""
 
     def __init__(self, folder: Path):
         self.folder = folder

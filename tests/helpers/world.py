@@ -1,4 +1,5 @@
-"""Modelled actors around the loop: several generators, faults, late and unexpected answers, and a watch that checks every action."""
+"""Modelled actors around the loop: several generators, faults, late and unexpected answers,
+and a watch that checks every action."""
 
 import heapq
 import random
@@ -131,7 +132,8 @@ class Watch:
                 )
 
     def hand_on(self, row: RolloutRow, world: "World") -> None:
-        "The first turns go to the next attempt; of a rewound one only those after the state that its rule allows may be gone."
+        """The first turns go to the next attempt; of a rewound one only those after the state that its rule allows may
+        be gone."""
         key, heir = (row.rollout, row.attempt), (row.rollout, row.heir)
         states = [("", -1), *self.states.get(key, ())]
         if row.fate is Fate.REWOUND:
@@ -187,7 +189,9 @@ class Watch:
 
 
 class World:
-    "Carries the actions of a loop out on modelled actors. Everything is drawn from one random stream, so a world can be run again."
+    """Carries the actions of a loop out on modelled actors.
+
+    Everything is drawn from one random stream, so a world can be run again."""
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""The rules of the house: notebooks and package say the same, stay small, and are formatted. Each test names all offenders."""
+"""The rules of the house: notebooks and package say the same, stay small, and are formatted.
+
+Each test names all offenders."""
 
 import ast
 import filecmp
@@ -52,7 +54,8 @@ def offenders(check) -> list[str]:
 
 
 def test_package_is_what_the_notebooks_export(tmp_path):
-    "Exporting into an empty package gives byte for byte the package that is here: no edits by hand, no module without a notebook."
+    """Exporting into an empty package gives byte for byte the package that is here:
+    no edits by hand, no module without a notebook."""
     for name in ("nbs", "settings.ini", "setup.py", "README.md"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     (tmp_path / "rlbench").mkdir()
@@ -150,7 +153,10 @@ def broken_cells(path: Path):
         most = MOST_LINES["one class or one table" if whole else "functions"]
         length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
         if length > most and not imports:
-            yield f"{cell['id']}: {length} lines that are not blank, {most} at most; move a part into a cell of its own before it"
+            yield (
+                f"{cell['id']}: {length} lines that are not blank, {most} at most; move a part into a cell of "
+                f"its own before it"
+            )
         if "@patch" in cell["source"]:
             yield f"{cell['id']}: @patch"
 
@@ -252,7 +258,8 @@ def loaded(statement: str) -> set[str]:
 
 
 def test_import_is_light():
-    "`import rlbench` brings in none of the heavy packages, and none of its own modules: each comes when its name is used."
+    """`import rlbench` brings in none of the heavy packages, and none of its own modules:
+    each comes when its name is used."""
     assert loaded("import rlbench") & (HEAVY | {"numpy", "pydantic"}) == set()
     script = "import sys, rlbench\nprint(*(name for name in sys.modules if name.startswith('rlbench.')))"
     found = subprocess.run(
@@ -262,9 +269,15 @@ def test_import_is_light():
 
 
 def test_run_process_needs_no_torch():
-    "The process that owns a run always answers, so it never imports what can take it down: of its modules, one after the other, none brings that in."
+    """The process that owns a run always answers, so it never imports what can take it down:
+    of its modules, one after the other, none brings that in."""
     heavy = {"torch", "transformers", "plotly", "vllm", "ray"}
-    script = f"import sys\nfor name in {RUN_PROCESS}:\n    __import__('rlbench.' + name)\n    print(name, *{heavy} & set(sys.modules))"
+    script = (
+        f"import sys\n"
+        f"for name in {RUN_PROCESS}:\n"
+        f"    __import__('rlbench.' + name)\n"
+        f"    print(name, *{heavy} & set(sys.modules))"
+    )
     lines = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=400, cwd=ROOT
     ).stdout.splitlines()
@@ -345,7 +358,8 @@ def text_of(path: Path) -> str:
 
 
 def test_links_lead_somewhere():
-    "Links inside the project, in README, CONTRIBUTING and every notebook: the file is there, and the heading, if one is named."
+    """Links inside the project, in README, CONTRIBUTING and every notebook:
+    the file is there, and the heading, if one is named."""
     broken = []
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS):
         for link in LINK.findall(text_of(path)):
@@ -357,7 +371,8 @@ def test_links_lead_somewhere():
 
 
 def test_contributing_names_what_is_there():
-    "Every path, dictionary and class that CONTRIBUTING.md names exists, and so does every test file of its table; it stays short."
+    """Every path, dictionary and class that CONTRIBUTING.md names exists, and so does every test file of its table;
+    it stays short."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(
         r"\b((?:nbs|tests|data|rlbench)/[\w./-]*\w/?)", text.replace("nbs/ROOM", "").replace("rlbench/ROOM", "")
@@ -371,7 +386,8 @@ def test_contributing_names_what_is_there():
 
 
 def test_site_lists_pages_that_are_there():
-    "What `make docs` is built of: the side bar lists each page once, each listed page is there, and every link between pages holds."
+    """What `make docs` is built of: the side bar lists each page once, each listed page is there,
+    and every link between pages holds."""
     pages = site_pages()
     listed, broken = [], []
     for name, text in pages.items():
@@ -436,7 +452,8 @@ def test_nothing_of_one_machine_is_written_down():
 
 
 def test_tests_are_whole():
-    "No test is skipped, expected to fail, or made of stand-ins; but what starts vLLM is, where no CPU build of it runs."
+    """No test is skipped, expected to fail, or made of stand-ins;
+    but what starts vLLM is, where no CPU build of it runs."""
     for path in (ROOT / "tests").rglob("*.py"):
         if path != Path(__file__) and "verifiers_04" not in path.parts:
             text = path.read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Ablations as a person runs them: interrupted, taken up again, with a run that failed, refused before anything starts."""
+"""Ablations as a person runs them: interrupted, taken up again, with a run that failed,
+refused before anything starts."""
 
 import contextlib
 import json

@@ -13,7 +13,9 @@ SMALL = {"concurrency": 16, "batch": 16}
 
 
 def test_the_bench_and_its_figures_on_the_command_line(tmp_path, monkeypatch):
-    "Three runs of real processes: slow tools, tools that answer at once, and slow ones at a bound of 2. The command line tells what is finished and does not run it again."
+    """Three runs of real processes: slow tools, tools that answer at once, and slow ones at a bound of 2.
+
+    The command line tells what is finished and does not run it again."""
     for knob, value in SMALL.items():
         monkeypatch.setitem(SETTING, knob, value)
     done = bench_environment(tmp_path / "b", steps=7)

@@ -1,4 +1,5 @@
-"""The bench at a size, without TRL: what it refuses, how it goes on, and that an arm of rlbench writes and trains whole responses."""
+"""The bench at a size, without TRL: what it refuses, how it goes on, and that an arm of rlbench writes and trains whole
+responses."""
 
 import json
 from dataclasses import replace

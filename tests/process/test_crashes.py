@@ -7,7 +7,9 @@ from rlbench.bench.crashes import PHASES, SETTINGS, crash_run, untouched_digest
 
 @pytest.mark.slow
 def test_kill_9_in_three_phases(tmp_path):
-    "A real synchronous run, its run process or all of its processes killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
+    """A real synchronous run, its run process or all of its processes killed while it generates, trains,
+    and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed,
+    the digest of the run that nobody touched."""
     settings = SETTINGS | {"steps": 16, "batch": 16, "preflight": 0, "eval": []}
     done = crash_run(2, PHASES, tmp_path, untouched_digest(tmp_path, settings), settings, seed=25)
     assert (

@@ -166,7 +166,8 @@ def test_all_that_suit(plain):
 
 @pytest.mark.parametrize("held", [("half-applied-edit",), ()])
 def test_ctrl_c_on_the_command_line(plain, held):
-    "What was injected is undone before it ends, and what was held before is told; if that is nothing, nothing is printed."
+    """What was injected is undone before it ends, and what was held before is told;
+    if that is nothing, nothing is printed."""
     done = commanded(plain, *held, "full-disk", *["--json"] * bool(held))
     until((plain.folder / FAULTS / FULL_DISK).exists)
     done.send_signal(signal.SIGINT)

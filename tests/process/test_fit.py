@@ -232,7 +232,8 @@ def test_what_came_of_a_prediction_is_looked_up_from_where_its_knobs_were_set(ba
 
 
 def test_a_trainer_that_always_trains_is_no_sign_that_it_slows_the_generator_down():
-    "Training covers nearly all of every turn: what a token would take without it cannot be told, and its pace is what was seen."
+    """Training covers nearly all of every turn: what a token would take without it cannot be told,
+    and its pace is what was seen."""
     chance = np.random.default_rng(0)
     tokens = chance.integers(5, 30, 300).astype(float)
     seconds = tokens * 0.01 * chance.lognormal(0, 0.3, 300)
@@ -259,7 +260,8 @@ ISSUE = {
 
 @pytest.fixture(scope="module")
 def looking(tmp_path_factory):
-    "A run whose responses are little longer than the eight steps between two looks of its generator, and whose trainer never waits."
+    """A run whose responses are little longer than the eight steps between two looks of its generator,
+    and whose trainer never waits."""
     return run_virtually(
         tmp_path_factory.mktemp("looks"),
         "looking",
@@ -320,7 +322,8 @@ def test_an_older_run_that_was_always_full_cannot_tell_what_a_sequence_costs(tmp
 
 
 def worked(tokens_a_step: list[int]) -> pl.DataFrame:
-    "Versions of 100 decode steps each, two generators together, with so many sequences at work, and prompts of 6 tokens."
+    """Versions of 100 decode steps each, two generators together, with so many sequences at work,
+    and prompts of 6 tokens."""
     steps = np.full(len(tokens_a_step), 100)
     prompts = 6 * np.arange(20, 20 + len(steps))
     tokens = steps * np.array(tokens_a_step)

@@ -1,4 +1,5 @@
-"""`rlbench gpu-check` on a CPU, as far as it starts processes: a check of a run, or of a team of ranks or an engine, fails when its subject is broken."""
+"""`rlbench gpu-check` on a CPU, as far as it starts processes:
+a check of a run, or of a team of ranks or an engine, fails when its subject is broken."""
 
 import subprocess
 import sys

@@ -145,7 +145,8 @@ def test_a_loss_that_is_no_number_is_told(tmp_path):
 
 
 def test_guards_of_a_configuration(tmp_path, capsys):
-    "On rows of both tables, with three in a row, refused where the run refuses, and the same every time; an address that nobody answers costs one line."
+    """On rows of both tables, with three in a row, refused where the run refuses, and the same every time;
+    an address that nobody answers costs one line."""
     table = {
         "steps": 12,
         "group": 4,
@@ -232,7 +233,8 @@ def told(folder, *arguments, code: int = 0) -> dict:
 
 
 def test_knobs_are_kept_and_put_to_work(tmp_path):
-    "What was turned in one run is asked for in another: group and batch, which are only right together, come into force together."
+    """What was turned in one run is asked for in another:
+    group and batch, which are only right together, come into force together."""
     first, second = (
         rl.run({**SCRIPTED, "publish_every": 2}, runs=tmp_path / "runs", name=name) for name in ("first", "second")
     )
@@ -291,7 +293,8 @@ def a_notebook(path, *sources):
 
 
 def test_a_notebook_becomes_a_reward(tmp_path):
-    "Exported, named in a configuration, copied into the run's folder by its hash, and in force after the original is gone; then guarded, steered and watched by the command line."
+    """Exported, named in a configuration, copied into the run's folder by its hash,
+    and in force after the original is gone; then guarded, steered and watched by the command line."""
     a_notebook(
         tmp_path / "my.ipynb", "#| default_exp my_rewards", "#| export\nfrom rlbench import Knob, Rollout", REWARD
     )

@@ -53,7 +53,9 @@ def hosts(shared):
 
 
 def fetch(cluster, size: int = 5, timeout_s: float = 1) -> tuple[int, float]:
-    "Bytes that the second host gets from the first, and the seconds it took. RuntimeError after `timeout_s` of silence."
+    """Bytes that the second host gets from the first, and the seconds it took.
+
+    RuntimeError after `timeout_s` of silence."""
     command = [sys.executable, "-c", FETCH, "host-1", str(size), str(timeout_s)]
     received, seconds = cluster.host(2).run(command).split()
     return int(received), float(seconds)

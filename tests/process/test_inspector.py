@@ -1,4 +1,5 @@
-"""Looking at rollouts and runs: a real run and hostile text, widgets driven by traits and from threads, choices written by several processes at once."""
+"""Looking at rollouts and runs: a real run and hostile text, widgets driven by traits and from threads,
+choices written by several processes at once."""
 
 import json
 import threading

@@ -1,4 +1,5 @@
-"""Which checkpoints are made and which stay: the first, the best, those before a change, a thinning series; and what is said of a policy that is not the best."""
+"""Which checkpoints are made and which stay: the first, the best, those before a change, a thinning series;
+and what is said of a policy that is not the best."""
 
 import json
 import os
@@ -96,7 +97,8 @@ def test_old_checkpoints_thin_out_and_leave_no_wide_gap(every):
 
 
 def test_a_marked_checkpoint_stays_before_the_series():
-    "With room for one more, it is the one before a change; with none, no other than the newest, the first and the best."
+    """With room for one more, it is the one before a change;
+    with none, no other than the newest, the first and the best."""
     saved = [
         SavedCheckpoint(f"v{v:06d}", v, {v: 1}, marked=v == 30, held_out=(0.5, 0.1) if v == 10 else None)
         for v in range(0, 60, 5)
@@ -230,7 +232,8 @@ def test_the_policy_of_a_collapsed_run_says_that_it_is_not_the_best(collapsed):
 
 
 def test_export_and_fork_of_the_best(collapsed, tmp_path):
-    "`export --best` writes the policy of the best checkpoint, `export` that of the end with a warning; `fork` begins at the best, linked, with the parent's rate."
+    """`export --best` writes the policy of the best checkpoint, `export` that of the end with a warning;
+    `fork` begins at the best, linked, with the parent's rate."""
     from rlbench.models.model import load_policy
     from rlbench.training.weight_transport import hash_weights, moving_weights
 

@@ -60,7 +60,8 @@ def events_of(run: rl.Run, kind: str) -> list[dict]:
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
 def test_one_of_two_environments_is_killed_and_the_run_goes_on(tmp_path, judges, placement):
-    "Episodes of several turns: the other one takes over what it had, a new process takes its name, and the books close."
+    """Episodes of several turns: the other one takes over what it had, a new process takes its name,
+    and the books close."""
     run = rl.run("tiny", runs=tmp_path, name="pair", reward=noted, placement=placement, **EPISODES)
     until(lambda: len(judges()) == 2 or run.state == "failed")
     before = dict(run.status.workers)

@@ -81,7 +81,8 @@ def killed(runs: Path, name: str, victim: str = "trainer", **settings) -> tuple[
 
 
 def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
-    "One row of the first set, marked, of the saved version; command line, report and the policy's note tell it, and every sink has it."
+    """One row of the first set, marked, of the saved version;
+    command line, report and the policy's note tell it, and every sink has it."""
     run, processes = killed(tmp_path, "lost", sinks=["tensorboard"], checkpoint_every=2)
     assert run.checkpoints and run.wait(180) == "failed"
     assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason

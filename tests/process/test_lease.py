@@ -1,5 +1,5 @@
-"""Two processes never write one run's folder, also on a file system that hosts share. Hosts are made up by their identity; processes,
-races and runs are real."""
+"""Two processes never write one run's folder, also on a file system that hosts share.
+Hosts are made up by their identity; processes, races and runs are real."""
 
 import json
 import multiprocessing

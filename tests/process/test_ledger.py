@@ -1,4 +1,5 @@
-"""The ledger under what notebooks cannot show: killed writers, readers in other processes, a disk that is full, and time."""
+"""The ledger under what notebooks cannot show: killed writers, readers in other processes, a disk that is full,
+and time."""
 
 import errno
 import inspect
@@ -81,7 +82,8 @@ while True:
 
 
 def test_killed_writers_leave_a_prefix(tmp_path, script):
-    "Writers are killed (-9) at random moments while a reader follows; each next one goes on where the last whole row ended."
+    """Writers are killed (-9) at random moments while a reader follows;
+    each next one goes on where the last whole row ended."""
     chance, follower, seen = random.Random(0), Follower(tmp_path, [TABLE]), 0
     for attempt in range(12):
         writer = script(WRITER, tmp_path, attempt)
@@ -103,7 +105,8 @@ class Killed(BaseException):
 
 
 def dying(monkeypatch, after: int) -> list:
-    "Every call that changes the disk counts; at number `after`, half of a write happens (or nothing else) and the process is 'gone'."
+    """Every call that changes the disk counts; at number `after`, half of a write happens (or nothing else) and the
+    process is 'gone'."""
     left = [after]
 
     def wrap(name, half):
@@ -129,7 +132,8 @@ def dying(monkeypatch, after: int) -> list:
 
 @pytest.mark.parametrize("after", range(60))
 def test_a_crash_at_every_step_is_repaired(tmp_path, monkeypatch, after):
-    "The writer is stopped at the n-th change of the disk, wherever that is; reader and next writer find whole rows in order."
+    """The writer is stopped at the n-th change of the disk, wherever that is;
+    reader and next writer find whole rows in order."""
     follower, seen = Follower(tmp_path, [TABLE]), 0
     with monkeypatch.context() as patch:
         left = dying(patch, after)
@@ -205,7 +209,8 @@ def test_readers_agree_with_a_list(steps):
 
 
 def test_readers_in_other_processes_while_sealing(tmp_path, script):
-    "Two processes read all the time, piece by piece and from the start, while every few rows are sealed; every 50 rows the writer waits until each has looked again."
+    """Two processes read all the time, piece by piece and from the start, while every few rows are sealed;
+    every 50 rows the writer waits until each has looked again."""
     reader = """
 import sys
 sys.path.insert(0, sys.argv[3])
@@ -347,7 +352,11 @@ except PermissionError as error:
 def test_commands_from_many_processes(tmp_path, script):
     "Nothing is lost or read twice when several processes send while the run reads, and the order is that of sending."
     folder = create_run_folder(tmp_path, "monday")
-    sender = "import sys\nfrom rlbench.base.commands import send_command\nfor n in range(100): send_command(sys.argv[1], sys.argv[2], 'temperature', n)"
+    sender = (
+        "import sys\n"
+        "from rlbench.base.commands import send_command\n"
+        "for n in range(100): send_command(sys.argv[1], sys.argv[2], 'temperature', n)"
+    )
     children = [script(sender, folder, f"author {n}") for n in range(3)]
     taken, deadline = [], time.monotonic() + 120
     while len(taken) < 300 and time.monotonic() < deadline:
@@ -406,7 +415,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_seal(tmp_path, monkeypatch):
 
 
 def test_power_lost_after_a_seal(tmp_path):
-    "Sealed rows are on the disk, the tail they came from had not got there: the next writer goes on behind the segment."
+    """Sealed rows are on the disk, the tail they came from had not got there:
+    the next writer goes on behind the segment."""
     ledger = Ledger(tmp_path, 0)
     ledger.extend(TABLE, [row(n) for n in range(10)])
     ledger.flush()
@@ -450,7 +460,8 @@ def test_older_segments_lack_columns(tmp_path):
 
 
 def test_arrays_of_a_batch_are_read_back_as_numbers(tmp_path):
-    "256 rollouts of 40 tokens: log-probabilities to 5e-6 in at most 12 characters each, token ids and masks as they were."
+    """256 rollouts of 40 tokens: log-probabilities to 5e-6 in at most 12 characters each,
+    token ids and masks as they were."""
     make, versions, mask = np.random.default_rng(0), np.full(40, 7, np.int32), np.ones(40, np.uint8)
     tokens = [
         {
@@ -479,12 +490,20 @@ def test_arrays_of_a_batch_are_read_back_as_numbers(tmp_path):
 
 def test_reading_starts_no_heavy_import():
     "The writing half needs no polars until a table is sealed."
-    text = "import sys, tempfile\nfrom rlbench.base.ledger import Ledger\nl = Ledger(tempfile.mkdtemp(), 0)\nl.append('steps', at=0.0)\nl.flush()\nprint('polars' in sys.modules)"
+    text = (
+        "import sys, tempfile\n"
+        "from rlbench.base.ledger import Ledger\n"
+        "l = Ledger(tempfile.mkdtemp(), 0)\n"
+        "l.append('steps', at=0.0)\n"
+        "l.flush()\n"
+        "print('polars' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 class Ends(psutil.Process):
-    "A process that ends between two looks at it: it is there when asked whether it is, and killed before the next question."
+    """A process that ends between two looks at it: it is there when asked whether it is,
+    and killed before the next question."""
 
     def is_running(self):
         there = super().is_running()

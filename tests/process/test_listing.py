@@ -41,7 +41,8 @@ def call(runs: Path, *arguments: str, code: int = 0) -> str:
 
 
 def test_forty_runs_at_eighty_columns(tmp_path):
-    "Each name stands whole on a line of at most 80 columns; a rate of an earlier version says so; conditions, tags and sorting narrow the list."
+    """Each name stands whole on a line of at most 80 columns; a rate of an earlier version says so;
+    conditions, tags and sorting narrow the list."""
     forty = make_runs(tmp_path / "runs", NAMES)
     call(forty, "tag", "tiny-0", "good", "paper")
     call(forty, "note", "tiny-0", "the one in the paper " * 5)
@@ -123,7 +124,8 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
 
 
 def test_runs_of_an_ablation_say_arm_and_seed(tmp_path):
-    "The folder's name tells arm and seed; arms that differ in what the words leave out have different names; an older name is found again."
+    """The folder's name tells arm and seed; arms that differ in what the words leave out have different names;
+    an older name is found again."""
     first, second = (ArmJob(Arm("loss = cispo (high 0.3)", {}, hash_), 3, False) for hash_ in ("3fa91cde", "77aa00bb"))
     assert first.run_name == "loss-cispo-high-0.3-3fa91c-s3" != second.run_name
     assert ArmJob(Arm("band = 0.1–0.9", {}, "abcdef01"), 0, True).run_name == "band-0.1-0.9-abcdef-s0-again"

@@ -151,7 +151,8 @@ def test_another_function_brings_other_knobs(live):
 
 
 def test_guards_and_kept_knobs(live):
-    "A guard asked for on the panel is watched by the run; a name that cannot be one is refused in words; kept knobs come back."
+    """A guard asked for on the panel is watched by the run; a name that cannot be one is refused in words;
+    kept knobs come back."""
     panel = frame(Panel(live.folder, author="anna"))
     watch, kept = panel.knobs.pages["Guards"], panel.knobs.pages["Kept"]
     panel.knobs.more.value = True
@@ -173,7 +174,8 @@ def test_guards_and_kept_knobs(live):
 
 
 def test_a_logarithmic_slider_lands_on_two_digits_and_undo_goes_back(live):
-    "The value asked for has two significant digits; undo asks for the one before, and once more for the change before that."
+    """The value asked for has two significant digits; undo asks for the one before,
+    and once more for the change before that."""
     panel, before = frame(Panel(live.folder)), live.settings
     rate = panel.knobs.rows["learning_rate"]
     rate.control.value = 0.00141254
@@ -189,7 +191,8 @@ def test_a_logarithmic_slider_lands_on_two_digits_and_undo_goes_back(live):
 
 @pytest.mark.slow
 def test_an_opened_card_stands_in_its_place(live):
-    "The figure is part of its card until it is closed; another one takes it over; its marks have no words of plotly's own."
+    """The figure is part of its card until it is closed; another one takes it over;
+    its marks have no words of plotly's own."""
     reached = live.status.version
     panel = frame(Panel(live.folder))
     cards, opened = panel.cards.boxes, panel.cards.detail_box

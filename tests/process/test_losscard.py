@@ -1,4 +1,5 @@
-"""Loss cards: a real run's losses taken apart and added up again, the group to check by hand, words for every way to be 0, text of 100 columns, pages in light and dark."""
+"""Loss cards: a real run's losses taken apart and added up again, the group to check by hand,
+words for every way to be 0, text of 100 columns, pages in light and dark."""
 
 import json
 import math
@@ -124,7 +125,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "Two real runs of the tiny policy: one optimizer step a batch, and two with a large learning rate under another objective."
+    """Two real runs of the tiny policy: one optimizer step a batch, and two with a large learning rate under another
+    objective."""
     place = tmp_path_factory.mktemp("runs")
     plain = run("tiny", runs=place, name="plain", **SMALL)
     assert plain.wait(200) == "finished", (plain.folder / "run.log").read_text()
@@ -145,7 +147,8 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["plain", "steps"])
 def test_the_terms_of_a_real_run_add_up_to_its_losses(runs, name):
-    "The strongest check there is: read from disk, laid out, evaluated and added up, every batch gives the loss that the trainer logged."
+    """The strongest check there is: read from disk, laid out, evaluated and added up,
+    every batch gives the loss that the trainer logged."""
     r = attach(name, runs=runs)
     for version, logged in r.steps.select("version", "loss").iter_rows():
         mine = r.rollouts.filter(pl.col("trained_at") == version)
@@ -414,8 +417,12 @@ def test_the_command_line_says_the_same(folder):
 def test_a_loss_of_a_file_on_the_command_line(folder, tmp_path):
     mine = tmp_path / "my.py"
     mine.write_text(
-        "from rlbench.knobs import Knob\nfrom rlbench.objective.loss import LossTerms\n\ndef plain(logprobs_RT, old_RT, advantages_RT, scale: Knob(0, 9) = 1.0, shift=0.0):\n"
-        "    never_RT = logprobs_RT > 0\n    return LossTerms(-scale * advantages_RT * logprobs_RT, never_RT, never_RT)\n"
+        "from rlbench.knobs import Knob\n"
+        "from rlbench.objective.loss import LossTerms\n"
+        "\n"
+        "def plain(logprobs_RT, old_RT, advantages_RT, scale: Knob(0, 9) = 1.0, shift=0.0):\n"
+        "    never_RT = logprobs_RT > 0\n"
+        "    return LossTerms(-scale * advantages_RT * logprobs_RT, never_RT, never_RT)\n"
     )
     told = CliRunner().invoke(
         app, ["card", str(folder), "0", "--loss", f'{{name = "plain", source = "{mine}", scale = 2.0}}', "--json"]

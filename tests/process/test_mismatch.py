@@ -10,7 +10,8 @@ from rlbench.views.loss_batch import read_batch, with_policy
 
 @pytest.mark.slow
 def test_the_control_is_close_and_kept(tmp_path):
-    "Every token's log-probability is the trainer's, a generator in 16 bits is told apart, and a second call takes what is there."
+    """Every token's log-probability is the trainer's, a generator in 16 bits is told apart,
+    and a second call takes what is there."""
     arms = {
         "control": ARMS["control"] | {"batch": 64},
         "bf16 sampler": {"staleness": 0, "learning_rate": 0.0, "rollout_dtype": "bfloat16", "batch": 64},
@@ -25,7 +26,8 @@ def test_the_control_is_close_and_kept(tmp_path):
 
 @pytest.mark.slow
 def test_a_live_control_stays_at_rounding_under_top_p(tmp_path):
-    "Weights at rest and top_p = 0.8: every token's log-probability is the trainer's, and a stored rollout's is that of the saved policy."
+    """Weights at rest and top_p = 0.8: every token's log-probability is the trainer's,
+    and a stored rollout's is that of the saved policy."""
     done = bench_mismatch(
         tmp_path,
         3,

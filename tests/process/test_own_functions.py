@@ -1,4 +1,5 @@
-"""Functions of a cell: what travels with them, what is refused before a run has a folder, and what is not on their deadline."""
+"""Functions of a cell: what travels with them, what is refused before a run has a folder,
+and what is not on their deadline."""
 
 import asyncio
 import sys

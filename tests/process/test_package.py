@@ -1,4 +1,5 @@
-"""The package as others get it: a wheel, its data, its first run in an empty folder; the lock files and the Makefile."""
+"""The package as others get it: a wheel, its data, its first run in an empty folder;
+the lock files and the Makefile."""
 
 import os
 import re
@@ -103,7 +104,10 @@ def test_wheel_holds_package_and_data(wheel):
 
 def test_data_is_found_installed_and_editable(site, tmp_path):
     "`rlbench.data` is a package wherever rlbench was installed from."
-    ask = "import rlbench, importlib.resources as r; print(rlbench.__file__); print(*sorted(p.name for p in r.files('rlbench.data').iterdir() if p.name[0] not in '_.'))"
+    ask = (
+        "import rlbench, importlib.resources as r; print(rlbench.__file__); print(*sorted(p.name for p in "
+        "r.files('rlbench.data').iterdir() if p.name[0] not in '_.'))"
+    )
     where, names = (run_installed(site, tmp_path, "-c", ask).splitlines() + [""])[:2]
     assert Path(where).is_relative_to(site)
     here, same = (
@@ -197,7 +201,8 @@ def test_second_make_installs_nothing(tmp_path):
     [("1", "3.11", "python3"), ("0", "3.11", "/usr/bin/python3"), ("0", "3.12", "python3"), ("0", "", "python3")],
 )
 def test_make_takes_the_systems_python_for_one_that_is_compiled_plainly(tmp_path, optimized, version, chosen):
-    "Only if that has the same version and can make a virtual environment; else the first on PATH, and `PYTHON=` always."
+    """Only if that has the same version and can make a virtual environment;
+    else the first on PATH, and `PYTHON=` always."""
     first = tmp_path / "python3"
     first.write_text(
         f'#!/bin/sh\ncase "$2" in *CONFIG_ARGS*) [ {optimized} = 1 ];; *) echo {version.replace(".", " ")};; esac\n'

@@ -1,4 +1,5 @@
-"""A trainer of several processes: the update of one, a run of its own, a rank that is killed, another number of them."""
+"""A trainer of several processes: the update of one, a run of its own, a rank that is killed,
+another number of them."""
 
 import os
 import signal
@@ -36,7 +37,8 @@ def off(one: dict, other: dict) -> float:
 
 
 def test_two_ranks_train_what_one_trains_and_each_goes_on_from_the_other(tmp_path):
-    """Unequal lengths, a batch of one row (the other rank has an empty share), three optimizer steps, layers computed again; an aggregation that raises in one rank; checkpoints crossed.
+    """Unequal lengths, a batch of one row (the other rank has an empty share), three optimizer steps,
+    layers computed again; an aggregation that raises in one rank; checkpoints crossed.
     At the end rank 0 is killed, and the other does not outlive it."""
     path = Path(__file__).parents[1] / "helpers" / "two_ranks.py"
     done = subprocess.run(

@@ -1,5 +1,6 @@
-"""A trainer whose two processes live on two hosts: the update of one process; a run that goes from one process to two and back. The hosts
-are network namespaces; only the first one sees the folder of the run."""
+"""A trainer whose two processes live on two hosts: the update of one process;
+a run that goes from one process to two and back.
+The hosts are network namespaces; only the first one sees the folder of the run."""
 
 from pathlib import Path
 

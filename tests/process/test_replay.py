@@ -95,7 +95,8 @@ def steer(run: rl.Run) -> None:
 
 
 def test_a_synchronous_run_repeats(tmp_path):
-    """In real time, in processes: more than ten knobs turned, functions and tasks given, a change of placement, a guard on measured time (its command is said again, it does not fire again).
+    """In real time, in processes: more than ten knobs turned, functions and tasks given, a change of placement,
+    a guard on measured time (its command is said again, it does not fire again).
     So does a fork of it, steered and stopped."""
     run = rl.run(
         "tiny",
@@ -213,7 +214,8 @@ def test_the_exported_script_runs(asynchronous, tmp_path):
 
 
 def test_forks_of_a_family(tmp_path, monkeypatch):
-    "From checkpoints of an ended run: the twin ends as its parent, the other one elsewhere; the twin's replay begins at its checkpoint."
+    """From checkpoints of an ended run: the twin ends as its parent, the other one elsewhere;
+    the twin's replay begins at its checkpoint."""
     run = rl.run(
         "tiny",
         runs=tmp_path,

@@ -121,7 +121,8 @@ def test_generation_never_stops_for_training(asynchronous):
 
 
 def test_whoever_starts_or_changes_a_run_in_a_notebook_reads_the_notes(tmp_path, capfd):
-    "A line each on stderr: rows that were joined, what the configuration does not do, and later only what the change brings."
+    """A line each on stderr: rows that were joined, what the configuration does not do,
+    and later only what the change brings."""
     rows = [{"prompt": f"{n}+{n}={end}", "answer": str(2 * n)} for n in range(10, 90) for end in ("", " ")]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = {"name": "file", "path": str(tmp_path / "sums.jsonl")}
@@ -219,7 +220,8 @@ def ends_at_sigterm(run: rl.Run, pid: int) -> None:
 
 
 def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path):
-    "In one worker with the generator, what it had published is lost with it: the policy of the last checkpoint is saved."
+    """In one worker with the generator, what it had published is lost with it:
+    the policy of the last checkpoint is saved."""
     settings = {**SMALL, "steps": 100_000, "checkpoint_every": 2, "eval": []}
     run = rl.run("tiny", runs=tmp_path, placement="colocated", **settings)
     until(lambda: run.status and run.status.version >= 4 and run.checkpoints)

@@ -37,7 +37,8 @@ def write_tasks(path: Path, count: int = 60) -> Path:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    "A folder with a configuration, a task file and a subfolder, in which a finished run lies; the working directory is the subfolder."
+    """A folder with a configuration, a task file and a subfolder, in which a finished run lies;
+    the working directory is the subfolder."""
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
     project = tmp_path / "project"
     (project / "nbs").mkdir(parents=True)
@@ -58,7 +59,8 @@ def call(*arguments: str, code: int = 0):
 
 
 def test_a_run_is_found_from_every_folder_and_goes_on_after_a_move(project, monkeypatch):
-    "One folder of runs for a project; absolute paths in config.toml; a moved folder opens, resumes and forks; a changed file is said, a lost one refused."
+    """One folder of runs for a project; absolute paths in config.toml; a moved folder opens, resumes and forks;
+    a changed file is said, a lost one refused."""
     assert (project / "runs" / "monday" / "config.toml").is_file()
     assert rl.attach("monday").config.tasks["path"] == str(project / "sums.jsonl")
     assert rl.attach("runs/monday").folder == project / "runs" / "monday"

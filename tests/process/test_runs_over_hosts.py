@@ -1,4 +1,5 @@
-"""Runs over three simulated hosts: the same digest as on one machine, hosts that are lost and come back, links that are cut, and what is refused."""
+"""Runs over three simulated hosts: the same digest as on one machine, hosts that are lost and come back,
+links that are cut, and what is refused."""
 
 import json
 import os

@@ -135,7 +135,8 @@ def told(folder) -> pl.DataFrame:
 
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_traces_are_the_references_own_and_a_refresh_is_exact(tmp_path, placement):
-    "Refreshed every second version: rollouts of versions 0 and 1 have the first policy's numbers, those of 2 and 3 the second version's."
+    """Refreshed every second version: rollouts of versions 0 and 1 have the first policy's numbers,
+    those of 2 and 3 the second version's."""
     driver = inline_run(
         tmp_path,
         placement,
@@ -160,7 +161,8 @@ def test_traces_are_the_references_own_and_a_refresh_is_exact(tmp_path, placemen
 
 
 def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, reward_model):
-    "Killed after the reference was refreshed, and taken up from a checkpoint before and after it; a fork begins with the reference of its point."
+    """Killed after the reference was refreshed, and taken up from a checkpoint before and after it;
+    a fork begins with the reference of its point."""
     from resumed_runs import a_run, check_resumed, taken_up
 
     from rlbench.loop.ending import FINISHED
@@ -251,7 +253,8 @@ def test_a_move_leaves_the_scorer_where_it_is(tmp_path):
 
 
 def test_a_split_run_outlives_its_scorer_killed_and_stopped(tmp_path, reward_model):
-    "In processes of their own: what the scorer had in hand is asked again, no rollout is lost, and the numbers are the reference's."
+    """In processes of their own: what the scorer had in hand is asked again, no rollout is lost,
+    and the numbers are the reference's."""
     run = rl.run(
         "tiny",
         runs=tmp_path,
@@ -297,7 +300,8 @@ def test_a_split_run_outlives_its_scorer_killed_and_stopped(tmp_path, reward_mod
 
 
 class Verdicts(BaseHTTPRequestHandler):
-    "A judge that prefers short responses; every tenth answer is an error, every tenth comes too late, every tenth is no number."
+    """A judge that prefers short responses; every tenth answer is an error, every tenth comes too late,
+    every tenth is no number."""
 
     asked = 0
 

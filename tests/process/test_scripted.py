@@ -1,4 +1,5 @@
-"""Runs without a model in real processes: the script of the virtual clock, real verdicts, and PyTorch in none of the processes."""
+"""Runs without a model in real processes: the script of the virtual clock, real verdicts,
+and PyTorch in none of the processes."""
 
 import json
 import os
@@ -60,7 +61,8 @@ os.register_at_fork(after_in_child=lambda: write_names(list(sys.modules)))
 
 
 def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
-    "Neither the run's own processes nor those of a fork, a replay and a resumed run, nor the commands that start, show and compare them."
+    """Neither the run's own processes nor those of a fork, a replay and a resumed run, nor the commands that start,
+    show and compare them."""
     watch, modules = tmp_path / "watch", tmp_path / "modules"
     watch.mkdir(), modules.mkdir()
     (watch / "sitecustomize.py").write_text(WATCH)
@@ -101,7 +103,8 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
 def test_a_synchronous_run_writes_what_the_virtual_clock_writes(tmp_path, placement):
-    "The same tokens, lengths and verdicts, judged for real in the environment's process; the same events; and no weights."
+    """The same tokens, lengths and verdicts, judged for real in the environment's process; the same events;
+    and no weights."""
     virtual = inline_run(tmp_path, "virtual", {**SCRIPTED, "clock": "virtual", "placement": placement})
     real = rl.run(SCRIPTED | {"placement": placement, "virtual": FAST}, name="real", runs=tmp_path)
     assert real.wait(400) == "finished", (real.folder / "run.log").read_text()[-2000:]
@@ -258,7 +261,8 @@ def wait_of(config, do_some, monkeypatch) -> float:
 
 
 def test_stated_times_are_waited_for_at_the_pace(monkeypatch):
-    "Eight decode steps of 0.05 s and 100 trained tokens of 0.002 s: 0.6 s at pace 1, 0.3 s at pace 0.5, nothing at pace 0."
+    """Eight decode steps of 0.05 s and 100 trained tokens of 0.002 s:
+    0.6 s at pace 1, 0.3 s at pace 0.5, nothing at pace 0."""
     task = Task("t", "1+1=", "2", level=1)
     rollout = Rollout(0, 0, 0, 0, task, (response_segment([1] * 100, [0.0] * 100, [0] * 100),))
     told = []

@@ -132,7 +132,9 @@ assert not {"torch", "transformers", "plotly", "tensorflow"} & set(sys.modules)
 
 
 def assert_configured(sink: str, folder: Path, environment: dict) -> None:
-    "The configuration went along, as hyperparameters, where the trackers show them. Trackio's is looked at where its numbers are read."
+    """The configuration went along, as hyperparameters, where the trackers show them.
+
+    Trackio's is looked at where its numbers are read."""
     if sink == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.plugins.hparams import metadata
@@ -185,7 +187,8 @@ def test_a_sink_holds_what_the_tables_hold(sink, tmp_path, environment):
 
 
 def test_runs_of_one_name_stay_apart(tmp_path, environment):
-    "In a store that is shared, an export replaces only the run it is of; in a folder that is named, each run has its own."
+    """In a store that is shared, an export replaces only the run it is of;
+    in a folder that is named, each run has its own."""
     folders = [inline_run(tmp_path / root, "monday", SMALL).folder for root in ("a", "b")]
     python(environment, "-c", EXPORT, "trackio", *folders, folders[0])
     count = "import trackio; print(sorted(len(run.config) for run in trackio.Api().runs('rlbench')))"
@@ -216,7 +219,8 @@ def beside():
 
 
 def test_a_growing_folder_is_followed(tmp_path, environment, beside):
-    "Rows arrive while the run lives; an interrupt changes nothing; when the run has ended, so do they, with everything."
+    """Rows arrive while the run lives; an interrupt changes nothing;
+    when the run has ended, so do they, with everything."""
     folder = create_run_folder(tmp_path, "monday")
     (folder / "config.toml").write_text('loss = {name = "ppo"}\n')
     beside += start_sinks(folder, SINK_NAMES)  # before the run has said a word

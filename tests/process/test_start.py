@@ -1,4 +1,5 @@
-"""Workers come out of a fork server: what it holds, when it ends, what a worker finds, and what happens where nothing can be forked."""
+"""Workers come out of a fork server: what it holds, when it ends, what a worker finds,
+and what happens where nothing can be forked."""
 
 import json
 import os
@@ -91,7 +92,8 @@ def wait_to_be_told(connection) -> None:
 
 
 def test_server_ends_with_an_owner_that_is_killed(script):
-    "Nobody can clean up after a SIGKILL; the server notices by itself, even while a worker that does not heed its pipe lives on."
+    """Nobody can clean up after a SIGKILL; the server notices by itself, even while a worker that does not heed its
+    pipe lives on."""
     owner = script(OWNER)
     pid, worker = map(int, owner.stdout.readline().split())
     server, child = psutil.Process(pid), psutil.Process(worker)
@@ -102,7 +104,8 @@ def test_server_ends_with_an_owner_that_is_killed(script):
 
 
 def test_worker_takes_the_place_of_a_spawned_one(tmp_path, monkeypatch, capfd):
-    "Variables of the moment it is asked for, its own devices, threads, folder, group, name, input, output and random numbers."
+    """Variables of the moment it is asked for, its own devices, threads, folder, group, name, input,
+    output and random numbers."""
     server = ForkServer(["torch"])
     assert server.why_unfit() == ""
     monkeypatch.setenv("GIVEN_LATER", "yes")
@@ -191,7 +194,8 @@ if __name__ == "__main__":
 
 
 def test_processes_of_a_host_share_a_server(tmp_path, script):
-    "Two that ask at the same moment get one server, and so does this process; another list of modules is another server."
+    """Two that ask at the same moment get one server, and so does this process;
+    another list of modules is another server."""
     desk = ServerDesk(tmp_path)
     borrowers = [script(BORROWER, tmp_path) for _ in range(2)]
     found = [tuple(map(int, borrower.stdout.readline().split())) for borrower in borrowers]
@@ -208,7 +212,9 @@ def test_processes_of_a_host_share_a_server(tmp_path, script):
 
 
 def test_lent_server_ends_with_its_last_borrower(tmp_path, script):
-    "The desk is closed, which leaves the server alive; a borrower that is killed ends it. Another desk takes its place."
+    """The desk is closed, which leaves the server alive; a borrower that is killed ends it.
+
+    Another desk takes its place."""
     desk = ServerDesk(tmp_path)
     borrower = script(BORROWER, tmp_path)
     server, worker = (psutil.Process(int(number)) for number in borrower.stdout.readline().split())
@@ -253,7 +259,8 @@ def test_workers_of_vllm_are_spawned():
 
 
 def test_killed_generator_is_forked_again_and_the_server_holds_nothing(tmp_path):
-    "All workers of a run are the server's children; a killed one is replaced from it within seconds; the run's files are not its own; it ends with the run."
+    """All workers of a run are the server's children; a killed one is replaced from it within seconds;
+    the run's files are not its own; it ends with the run."""
     run = rl.run("tiny", runs=tmp_path, **ENDLESS)
     until(lambda: run.status and run.status.version >= 1, 120)
     server, before = server_of(run), run.status.workers
@@ -358,8 +365,9 @@ if __name__ == "__main__":
 
 
 def test_next_run_of_a_process_is_forked_and_a_killed_server_is_replaced(tmp_path):
-    """Two runs of one process come out of one server; each leads a session of its own, and is found as a live run by its
-    folder. When the server is killed, they go on, and the next run comes out of another one."""
+    """Two runs of one process come out of one server; each leads a session of its own,
+    and is found as a live run by its folder.
+    When the server is killed, they go on, and the next run comes out of another one."""
     runs = [rl.run("tiny", runs=tmp_path, name=name, **WITHOUT_MODEL) for name in ("a", "b")]
     for run in runs:
         until(lambda run=run: run.status.version >= 1, 60)
@@ -385,7 +393,8 @@ def test_next_run_of_a_process_is_forked_and_a_killed_server_is_replaced(tmp_pat
 
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_run_outlives_the_process_that_started_it(tmp_path, script, seconds):
-    "One that leaves at once, before the server's imports are done, and one that is killed later; the server ends with it, the run goes on."
+    """One that leaves at once, before the server's imports are done, and one that is killed later;
+    the server ends with it, the run goes on."""
     owner = script(STARTS_A_RUN, tmp_path, seconds)
     server = psutil.Process(int(owner.stdout.readline()))
     if seconds == 0:
@@ -417,7 +426,9 @@ def test_interrupt_during_the_start_comes_after_it(tmp_path, monkeypatch):
 
 
 def test_runs_without_a_model_need_no_torch(tmp_path):
-    "Neither the server that they come from, nor any process of theirs. The run process begins without polars, too: its import would be waited for."
+    """Neither the server that they come from, nor any process of theirs.
+
+    The run process begins without polars, too: its import would be waited for."""
     run = rl.run("tiny", runs=tmp_path, **WITHOUT_MODEL, virtual={"scripted_pace": 0.3})
     assert not [name for name in modules_of_run(run.folder) if name.split(".")[0] in ("torch", "transformers")]
     until(lambda: run.status.version >= 1, 60)

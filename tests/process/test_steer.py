@@ -60,7 +60,8 @@ MARK = ""
 
 
 def test_a_live_run_takes_functions_swaps_them_and_puts_them_back(tmp_path, monkeypatch):
-    "One real run: a reward by decorator, its knob at once, another one of the same name, a refusal, and a reward and a loss that fail later."
+    """One real run: a reward by decorator, its knob at once, another one of the same name, a refusal,
+    and a reward and a loss that fail later."""
     monkeypatch.setitem(globals(), "MARK", str(tmp_path / "mark"))
     run = rl.run("tiny", runs=tmp_path, placement="colocated", **LONG)
     until(lambda: run.status and run.status.version >= 1)
@@ -213,7 +214,8 @@ def last(curriculum, u, band, progress):
 
 
 def test_other_tasks_in_a_live_run(tmp_path):
-    "They are served from then on, groups alive keep theirs, the evaluation set stays; what cannot be made is refused with its reason."
+    """They are served from then on, groups alive keep theirs, the evaluation set stays;
+    what cannot be made is refused with its reason."""
     plan = {
         2: [("tasks", nothing), ("tasks", broken)],
         4: [("tasks", harder), ("tasks.level", 9)],
@@ -264,7 +266,8 @@ def test_the_digest_tells_swaps_apart_and_repeats(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_refused_and_end_nobody(tmp_path):
-    "A real generator: built for the prompts of the run, asked before longer ones come; one that comes all the same is not written."
+    """A real generator: built for the prompts of the run, asked before longer ones come;
+    one that comes all the same is not written."""
     run = rl.run("tiny", runs=tmp_path, placement="colocated", tasks={"name": "addition", "low": 2, "high": 2}, **LONG)
     until(lambda: run.status and run.status.version >= 1)
     run.set(tasks={"name": "addition", "low": 4, "high": 4})
@@ -281,7 +284,13 @@ def test_prompts_that_do_not_fit_are_refused_and_end_nobody(tmp_path):
 def test_a_function_of_a_file_with_postponed_annotations_keeps_its_knobs(tmp_path, monkeypatch):
     "`from __future__ import annotations` makes strings of annotations; the captured text is read without it."
     (tmp_path / "own_rewards.py").write_text(
-        "from __future__ import annotations\nimport rlbench as rl\nPRICE = 0.5\n\n\ndef own(r: rl.Rollout, w: rl.Knob(0, 1) = .1) -> float:\n    return w * PRICE\n"
+        "from __future__ import annotations\n"
+        "import rlbench as rl\n"
+        "PRICE = 0.5\n"
+        "\n"
+        "\n"
+        "def own(r: rl.Rollout, w: rl.Knob(0, 1) = .1) -> float:\n"
+        "    return w * PRICE\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     from own_rewards import own
@@ -298,7 +307,8 @@ def test_a_function_of_a_file_with_postponed_annotations_keeps_its_knobs(tmp_pat
 
 
 def test_what_a_replaced_reward_still_says_is_not_held_against_the_one_before():
-    "Responses that were with the environment when a reward was put back may fail by the old one: one put-back, not two."
+    """Responses that were with the environment when a reward was put back may fail by the old one:
+    one put-back, not two."""
     functions = {
         own.stem: FileFunction(own, f"functions/{own.stem}.py")
         for own in (
@@ -324,7 +334,8 @@ def test_what_a_replaced_reward_still_says_is_not_held_against_the_one_before():
 
 
 def test_several_knobs_are_asked_for_together_or_not_at_all(tmp_path):
-    "One that would be refused keeps the others back; two that are right only together are sent in their order; what cannot ramp is refused here."
+    """One that would be refused keeps the others back; two that are right only together are sent in their order;
+    what cannot ramp is refused here."""
     run = rl.run({**SCRIPTED, "group": 8, "batch": 64, "steps": 1_000_000, "eval": []}, runs=tmp_path)
     until(lambda: run.status and run.status.state == "running")
     for wrong in (

@@ -1,4 +1,5 @@
-"""A run whose processes are stopped for longer than any deadline allows, and continued, goes on as if nothing had been: a suspended machine, a paused job."""
+"""A run whose processes are stopped for longer than any deadline allows, and continued, goes on as if nothing had been:
+a suspended machine, a paused job."""
 
 import os
 import signal
@@ -76,7 +77,8 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path, placement):
 
 
 def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
-    "Who asks the supervisor to end does not wait for processes that never continue: they are killed, and the books are closed."
+    """Who asks the supervisor to end does not wait for processes that never continue:
+    they are killed, and the books are closed."""
     run = busy_run(tmp_path, "split")
     supervisor, run_process = psutil.Process(run.status.supervisor), psutil.Process(run.status.pid)
     below = [run_process, *run_process.children(recursive=True)]
@@ -87,7 +89,10 @@ def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
     until(lambda: not living_processes([supervisor, *below]), 10)
 
 
-PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('up', flush=True); time.sleep(60)"
+PARENT = (
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print('up', flush=True); time.sleep(60)"
+)
 
 
 def test_a_process_is_suspended_only_with_all_that_it_has_started():

@@ -1,4 +1,6 @@
-"""The workbench's own surface, as an attacker would look at it: command files, captured functions, pages, terminal, names, secrets, addresses. What is promised stands in nbs/guide/security.ipynb."""
+"""The workbench's own surface, as an attacker would look at it:
+command files, captured functions, pages, terminal, names, secrets, addresses.
+What is promised stands in nbs/guide/security.ipynb."""
 
 import ast
 import contextlib
@@ -84,7 +86,9 @@ def in_time(work, seconds: float = 60.0):
 
 
 def plant(commands: Path) -> dict[str, str]:
-    "Things in a folder of commands that are none: name of each -> a word of its refusal. Those without a word are refused under another name."
+    """Things in a folder of commands that are none: name of each -> a word of its refusal.
+
+    Those without a word are refused under another name."""
 
     def text(**told):
         return json.dumps({"author": "eve", "knob": "temperature", "value": 0.5, **told})
@@ -193,7 +197,8 @@ def inline(folder: Path, kind=Told, **table):
 
 
 def test_strange_command_files_are_refused_by_name_and_the_run_goes_on(tmp_path, monkeypatch):
-    "Malformed, huge, deep, links, pipes, sockets, folders, odd names, a thousand at once: each is refused with its name, none ends or blocks the run, the good one takes effect."
+    """Malformed, huge, deep, links, pipes, sockets, folders, odd names, a thousand at once:
+    each is refused with its name, none ends or blocks the run, the good one takes effect."""
     monkeypatch.setattr("rlbench.runtime.commands.LOOK_SECONDS", -1.0)
     driver = inline(tmp_path, Flooded, steps=60)
     check_books(driver)
@@ -293,7 +298,8 @@ def unknown_name(r):
 
 
 def test_captured_functions_are_checked_before_anything_of_them_is_executed(tmp_path):
-    "An edited file, another's text under the name, a link, a pipe, a folder, no Python, no such function, defaults that leave: each is refused by name, and nothing in it ran."
+    """An edited file, another's text under the name, a link, a pipe, a folder, no Python, no such function,
+    defaults that leave: each is refused by name, and nothing in it ran."""
     folder = create_run_folder(tmp_path, "x")
     functions, canary = folder / "functions", tmp_path / "ran"
     name = save_function(capture_function(shorter), functions)
@@ -393,7 +399,8 @@ def last_name(node: ast.expr) -> str:
 
 
 def doubted_in(tree: ast.AST) -> set[str]:
-    "What a module names that turns text or bytes into code, whatever it calls it: by import, by alias, by attribute, as a value, by a name in a string."
+    """What a module names that turns text or bytes into code, whatever it calls it:
+    by import, by alias, by attribute, as a value, by a name in a string."""
     names = {"np": "numpy", "builtins": "builtins"}
     nodes = list(ast.walk(tree))
     found, called = set(), {id(node.func) for node in nodes if isinstance(node, ast.Call)}
@@ -465,13 +472,24 @@ def test_functions_that_only_share_a_name_are_not_reported():
     "Functions of the same name that belong to somebody else."
     assert not doubted_in(
         ast.parse(
-            "import json\nimport re\nfrom json import loads\nloads('1')\njson.load\nre.compile('x')\nmodel.eval()\nbox.exec(1)\nload = 3\ngetattr(json, 'loads')"
+            "import json\n"
+            "import re\n"
+            "from json import loads\n"
+            "loads('1')\n"
+            "json.load\n"
+            "re.compile('x')\n"
+            "model.eval()\n"
+            "box.exec(1)\n"
+            "load = 3\n"
+            "getattr(json, 'loads')"
         )
     )
 
 
 def test_nothing_in_the_package_unpickles_or_evaluates_beyond_what_the_guide_names():
-    "No torch.load, np.load, yaml, shell or archive is unpacked; pickle only between a run's own workers, exec only for the user's own functions and inside the sandbox; remote code of models is refused by name."
+    """No torch.load, np.load, yaml, shell or archive is unpacked;
+    pickle only between a run's own workers, exec only for the user's own functions and inside the sandbox;
+    remote code of models is refused by name."""
     found = {}
     for path in sorted((ROOT / "rlbench").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -507,7 +525,8 @@ class Owns:
 
 
 def test_a_policy_that_brings_code_is_refused(tmp_path):
-    "A model whose configuration names Python beside it, and weights that are a pickled program: loading says no, and nothing ran."
+    """A model whose configuration names Python beside it, and weights that are a pickled program:
+    loading says no, and nothing ran."""
     from rlbench.models.model import load_policy, locate_model
 
     canary, code, weights = tmp_path / "ran", tmp_path / "code", tmp_path / "weights"
@@ -670,7 +689,8 @@ def hostile(tmp_path_factory) -> Path:
 
 
 def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
-    "Report, comparison, inspector, cards: prompts, responses, answers, names, task ids, messages, authors, settings and reasons stay text, in attributes too; nothing is fetched, nothing hidden from the reader."
+    """Report, comparison, inspector, cards: prompts, responses, answers, names, task ids, messages, authors,
+    settings and reasons stay text, in attributes too; nothing is fetched, nothing hidden from the reader."""
     from rlbench.runtime.live_view import LiveView
     from rlbench.views.card_html import still_cards_html
     from rlbench.views.comparison import compare
@@ -786,7 +806,8 @@ def test_run_log_holds_no_control_characters_of_others(tmp_path):
 
 
 def test_names_and_folders_that_lead_elsewhere(hostile, tmp_path):
-    "Runs, forks, replays and saved knobs take no name that is a path; rm removes run folders and nothing else; an export takes no links along."
+    """Runs, forks, replays and saved knobs take no name that is a path; rm removes run folders and nothing else;
+    an export takes no links along."""
     for name in ("../x", "/tmp/x", "a/b", "..", ".", "", "-rf", "a\nb", "x\0", "\u202ex", "x" * 101, "~x", "$(x)"):
         with pytest.raises(ValueError, match="name: "):
             create_run_folder(tmp_path / "runs", name)
@@ -881,7 +902,8 @@ def everything(folder: Path) -> str:
 
 
 def test_no_secret_of_the_environment_reaches_a_run_folder(tmp_path, rude, monkeypatch):
-    "Keys in the environment, a webhook given as $NAME whose server repeats what it was sent: none stands in config, provenance, log, ledger, report or status, nor on the command line."
+    """Keys in the environment, a webhook given as $NAME whose server repeats what it was sent:
+    none stands in config, provenance, log, ledger, report or status, nor on the command line."""
     asked, _ = rude
     for name in (
         "OPENAI_API_KEY",
@@ -916,7 +938,8 @@ def test_no_secret_of_the_environment_reaches_a_run_folder(tmp_path, rude, monke
 
 
 def test_secrets_are_left_out_of_what_travels(hostile):
-    "A secret that was written into the configuration all the same is not in report, comparison, tracker, family or the command line; and other settings stay."
+    """A secret that was written into the configuration all the same is not in report, comparison, tracker,
+    family or the command line; and other settings stay."""
     from rlbench.views.run_data import read_run_data
     from rlbench.views.sinks import read_exported_run
 
@@ -947,7 +970,8 @@ def test_secrets_are_left_out_of_what_travels(hostile):
 
 
 def test_provenance_names_no_remote_and_no_variable(monkeypatch):
-    "What a run was made with: commit, names of changed files, packages, hardware; no diff's text, no remote, no environment."
+    """What a run was made with: commit, names of changed files, packages, hardware;
+    no diff's text, no remote, no environment."""
     from rlbench.runtime.provenance import provenance
 
     monkeypatch.setenv("MY_SECRET", SECRET)
@@ -986,7 +1010,8 @@ METADATA = (
 
 
 def test_a_clouds_own_addresses_are_never_asked(rude, monkeypatch):
-    "However it is written, such an address is refused, in the configuration and when it is asked; where a name leads there, nothing is sent."
+    """However it is written, such an address is refused, in the configuration and when it is asked;
+    where a name leads there, nothing is sent."""
     for host in METADATA:
         assert is_metadata(host.strip("[]"))
         with pytest.raises(ValueError, match="link-local"):
@@ -1012,7 +1037,8 @@ def test_a_clouds_own_addresses_are_never_asked(rude, monkeypatch):
 
 @pytest.mark.parametrize("code", (301, 302, 303, 307, 308))
 def test_redirects_are_not_followed(rude, code):
-    "Neither the message nor the token goes to an address that another server names, and the error says so, without the token."
+    """Neither the message nor the token goes to an address that another server names, and the error says so,
+    without the token."""
     asked, inner = rude
     with pytest.raises(Unanswered, match="redirect, which is not followed") as refused:
         exchange(f"http://127.0.0.1:{asked.server_port}/{code}/{SECRET}", b"{}", token=SECRET)
@@ -1181,7 +1207,8 @@ OUTWARD = tuple(
 
 
 def test_a_served_page_shows_nothing_without_its_token(served):
-    "Every address but the login and fixed assets leads to the login, refuses, or is not there; a token that can be guessed is refused before anything listens."
+    """Every address but the login and fixed assets leads to the login, refuses, or is not there;
+    a token that can be guessed is refused before anything listens."""
     port, _, folder = served
     for path in CLOSED:
         for method in ("GET", "POST", "DELETE"):
@@ -1218,7 +1245,9 @@ def test_a_served_page_leads_to_no_file(served):
 
 
 def test_a_visitor_of_a_served_page_drives_no_kernel(served):
-    "With the token: the page is the panel of the served run and no other; code, completion, inspection, history, debugging and input sent to its kernel are not passed on; a foreign page's socket is refused."
+    """With the token: the page is the panel of the served run and no other;
+    code, completion, inspection, history, debugging and input sent to its kernel are not passed on;
+    a foreign page's socket is refused."""
     port, token, folder = served
     for path in ("/..%2ftuesday.ipynb", "/tuesday", "/runs/tuesday"):
         status, text, headers = answer(port, path, Authorization=f"token {token}")
@@ -1308,7 +1337,8 @@ def test_a_visitor_of_a_served_page_drives_no_kernel(served):
 
 
 def test_a_served_page_is_read_only_unless_writing_is_asked_for(served):
-    "The notebook that is served makes a panel without controls, which has nothing that a visitor's message could press; the settings leave no template, file or source to choose."
+    """The notebook that is served makes a panel without controls, which has nothing that a visitor's message could
+    press; the settings leave no template, file or source to choose."""
     from rlbench.views.panel import Panel
     from rlbench.views.serve import page_notebook, voila_settings
 

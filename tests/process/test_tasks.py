@@ -1,4 +1,5 @@
-"""Data sets by their name on the Hub, from its cache and from folders, and real runs of models with a chat template on them."""
+"""Data sets by their name on the Hub, from its cache and from folders, and real runs of models with a chat template on
+them."""
 
 import hashlib
 import json
@@ -38,7 +39,8 @@ def question(n: int) -> dict:
 
 
 def write_dataset(folder: Path) -> Path:
-    "A data set in the Hub's layout: 60 problems to train on, in two shards, and 20 to be examined on, two of which are among the 60."
+    """A data set in the Hub's layout: 60 problems to train on, in two shards, and 20 to be examined on,
+    two of which are among the 60."""
     for config in ("main", "socratic"):
         (folder / config).mkdir(parents=True)
         for name, numbers in (
@@ -198,7 +200,13 @@ def test_what_the_hub_does_not_have_is_said_with_the_nearest_name(script, served
 
 def test_a_missing_package_is_named_with_its_remedy(script, tmp_path):
     (tmp_path / "datasets.py").write_text("raise ImportError('No module named datasets')")
-    refused = "import rlbench as rl\ntry:\n    rl.run('tiny', tasks={'name': 'hub', 'dataset': 'openai/gsm8k'})\nexcept ValueError as error:\n    print(error)"
+    refused = (
+        "import rlbench as rl\n"
+        "try:\n"
+        "    rl.run('tiny', tasks={'name': 'hub', 'dataset': 'openai/gsm8k'})\n"
+        "except ValueError as error:\n"
+        "    print(error)"
+    )
     out, err = script(
         refused, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     ).communicate(timeout=400)
@@ -210,18 +218,27 @@ SPECIAL = {
     "llama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
 }
 TEMPLATE = {
-    "qwen": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "llama": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>{% endfor %}"
+    "qwen": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}",
+    "llama": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n"
+    "\n"
+    "{{ m['content'] }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
 }
 RENDERED = {
     "qwen": "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
-    "llama": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{prompt}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "llama": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n"
+    "\n"
+    "{prompt}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n"
+    "\n",
 }
 
 
 def write_model(folder: Path, family: str):
-    "A small random checkpoint of a family with a byte-level tokenizer and the family's chat template; returns the tokenizer."
+    """A small random checkpoint of a family with a byte-level tokenizer and the family's chat template;
+    returns the tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
@@ -337,13 +354,17 @@ def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
 
 
 def same_problem(name: str, task) -> str:
-    "What a task asks, however it is put: operands in order, single blanks; of a program the function and the shown examples."
+    """What a task asks, however it is put: operands in order, single blanks;
+    of a program the function and the shown examples."""
     prompt = " ".join(task.prompt.split())
     if name == "verifiers":
         return " ".join(read_chat(task.prompt).messages[-1]["content"].split())
     if name == "programs":
         table = json.loads(task.answer)
-        return f"{table['reference']} {sorted(str(test['args']) for test in table['tests'] if test['id'].startswith('shown'))}"
+        return (
+            f"{table['reference']} "
+            f"{sorted(str(test['args']) for test in table['tests'] if test['id'].startswith('shown'))}"
+        )
     first, *rest = prompt.removesuffix("=").split(";")
     return ";".join(["+".join(sorted(first.split("+"))) if re.fullmatch(r"[\d+]+", first) else first, *rest])
 

@@ -81,7 +81,8 @@ def test_what_the_server_refuses_is_said_before_a_run_starts(runs, service, away
 
 
 def test_a_tenants_loop_is_a_live_run(runs, service):
-    "The books of somebody else's loop: verdicts from its advantages, no staleness, no mismatch, every token with a fate."
+    """The books of somebody else's loop: verdicts from its advantages, no staleness, no mismatch,
+    every token with a fate."""
     loop = TenantLoop(service.url, service.keys["bob"], LoopRecipe("importance_sampling", 1, False, 4, 1e-3, 0))
     rates = [loop.train_batch() for _ in range(2)]
     run = rl.attach("bob", runs=runs)
@@ -114,7 +115,8 @@ def test_a_tenants_loop_is_a_live_run(runs, service):
 
 
 def test_a_tenants_training_is_done_again_from_its_journal(runs, service):
-    "Two batches of the loop above, then a state: the adapter of the replay has the same digest, also on the command line."
+    """Two batches of the loop above, then a state: the adapter of the replay has the same digest,
+    also on the command line."""
     loop = TenantLoop(service.url, service.keys["bob"], LoopRecipe("ppo", 2, True, 4, 1e-3, 3))
     for _ in range(2):
         loop.train_batch()

@@ -1,4 +1,5 @@
-"""A training service in real processes: the official client, hostile requests beside it, and processes that are killed."""
+"""A training service in real processes: the official client, hostile requests beside it,
+and processes that are killed."""
 
 import json
 import os
@@ -72,7 +73,8 @@ def pids_of(service: TinkerService) -> dict[str, int]:
 
 
 def test_the_official_client_trains_saves_resumes_and_samples(service, alice):
-    "What the cookbook's loops ask for: info, three steps, a state that is loaded with its optimizer, a sampler from a path."
+    """What the cookbook's loops ask for: info, three steps, a state that is loaded with its optimizer,
+    a sampler from a path."""
     model = alice.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4).result()
     info = model.get_info()
     assert (info.is_lora, info.lora_rank, info.model_name) == (True, 4, "tiny")
@@ -204,7 +206,8 @@ KILLS = [
 
 
 def loop_with_kills(service: TinkerService, tenant: str, kills: list[tuple[str, str]], steps: int) -> tuple[list, str]:
-    "What a client is told by a loop in which processes are killed, one a step from the first; and the digest at its end."
+    """What a client is told by a loop in which processes are killed, one a step from the first;
+    and the digest at its end."""
     told = []
     with open_client(service.url, service.keys[tenant]) as client:
         model = client.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
@@ -219,8 +222,8 @@ def loop_with_kills(service: TinkerService, tenant: str, kills: list[tuple[str, 
 
 
 def test_kills_lose_nothing_and_apply_no_gradient_twice(service):
-    """Server, trainer and generator are killed in the middle of sampling, training and saving: the client's loop goes on
-    by itself, hears the losses of an undisturbed loop, and ends with the same weights.
+    """Server, trainer and generator are killed in the middle of sampling, training and saving:
+    the client's loop goes on by itself, hears the losses of an undisturbed loop, and ends with the same weights.
     RLBENCH_TINKER_KILLS=20 does twenty."""
     count = int(os.environ.get("RLBENCH_TINKER_KILLS", len(KILLS)))
     pairs = [

@@ -1,4 +1,5 @@
-"""Environments of the package `verifiers`: the same rewards and metrics run by that package and run here; whole runs; the other way; and nobody phones home."""
+"""Environments of the package `verifiers`: the same rewards and metrics run by that package and run here; whole runs;
+the other way; and nobody phones home."""
 
 import asyncio
 import json
@@ -158,7 +159,8 @@ def through_the_actor(
 
 @pytest.mark.parametrize("kind", ["sums", "shop", "coins"])
 def test_the_same_rewards_and_metrics(kind):
-    "Every row under every script: right, wrong, malformed calls, tools that raise, unknown tools, and more turns than there may be."
+    """Every row under every script: right, wrong, malformed calls, tools that raise, unknown tools,
+    and more turns than there may be."""
     id, args = f"{OWN}:{kind}", {"rows": 12}
     env = load_environment(id, json.dumps(args))
     rows = env.get_dataset().to_list()
@@ -193,7 +195,8 @@ async def alone(env, task: Task, *responses: str):
 
 
 def test_counts_and_limits():
-    "Calls are counted, what a tool says is shown with its role, and a limit of the run has the environment judge what there is."
+    """Calls are counted, what a tool says is shown with its role, and a limit of the run has the environment judge what
+    there is."""
     env = load_environment(f"{OWN}:shop", "{}")
     task = task_of_dataset_row(env, "shop", "train", env.get_dataset()[0])
     assert [m["role"] for m in read_chat(task.prompt).messages] == ["system", "user"] and {
@@ -216,7 +219,8 @@ def test_counts_and_limits():
 
 
 def test_machinery_that_fails_is_no_reward():
-    "An error that the environment stops for, one that it does not foresee, its own timeout, a reward that is none, and one that is not a number."
+    """An error that the environment stops for, one that it does not foresee, its own timeout, a reward that is none,
+    and one that is not a number."""
     vf, row = verifiers_package(), {"question": "1+1=", "answer": "2"}
     from datasets import Dataset
 
@@ -272,7 +276,8 @@ def test_machinery_that_fails_is_no_reward():
 
 
 def test_closed_or_hung(monkeypatch):
-    "A rollout that is given up is cancelled and cleaned up; a tool that hangs costs the deadline, and nothing is left behind."
+    """A rollout that is given up is cancelled and cleaned up;
+    a tool that hangs costs the deadline, and nothing is left behind."""
     env = load_environment(f"{OWN}:coins", '{"rows": 3}')
     task, before = task_of_dataset_row(env, "coins", "train", env.get_dataset()[0]), env.cleaned
 
@@ -344,7 +349,8 @@ def test_on_the_virtual_clock(tmp_path):
 
 
 def test_a_run_of_the_embedded_policy(tmp_path, monkeypatch):
-    "Real processes: the embedded policy plays an environment of the package from a file, and its rewards are the environment's."
+    """Real processes: the embedded policy plays an environment of the package from a file,
+    and its rewards are the environment's."""
     monkeypatch.chdir(tmp_path)
     run = rl.run(
         "tiny",

@@ -20,7 +20,10 @@ HERE = Path(__file__).parents[1] / "helpers"
 
 
 def test_families_are_served_as_transformers_computes_them(tmp_path):
-    "Heads with and without bias, a sliding window, experts, tied and untied: first weights and swapped ones, in one process one after the other. Then vLLM's own sampler: exact log-probabilities under truncation, with drafts, and for tokens of steps that were started ahead of new weights."
+    """Heads with and without bias, a sliding window, experts, tied and untied:
+    first weights and swapped ones, in one process one after the other.
+    Then vLLM's own sampler: exact log-probabilities under truncation, with drafts,
+    and for tokens of steps that were started ahead of new weights."""
     said = subprocess.run(
         [sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
@@ -55,7 +58,8 @@ def in_flight(run, generator: str) -> int:
 
 
 def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
-    "Both engines write what the adapters make of the policy, every version reaches them while sequences run, a killed one comes back, and the books close."
+    """Both engines write what the adapters make of the policy, every version reaches them while sequences run,
+    a killed one comes back, and the books close."""
     r = run(
         "tiny-vllm-cpu",
         runs=tmp_path,

@@ -1,4 +1,5 @@
-"""Episodes that wait for tools: beside each other, beside verdicts, and in nobody's way; closed once, however they end."""
+"""Episodes that wait for tools: beside each other, beside verdicts, and in nobody's way;
+closed once, however they end."""
 
 import asyncio
 import ctypes
@@ -48,7 +49,8 @@ def rollout(id: int, *words: str, attempt: int = 0) -> Rollout:
 
 
 class Asks:
-    "Words are what to do: wait (a moment), hang, hog (without awaiting), block (a thread, for long), leave, raise; a number ends it. `log` has what was opened and closed."
+    """Words are what to do: wait (a moment), hang, hog (without awaiting), block (a thread, for long), leave, raise;
+    a number ends it. `log` has what was opened and closed."""
 
     def __init__(self, log: list):
         self.log, self.calls, self.sessions = log, 0, 0
@@ -193,7 +195,9 @@ def test_code_that_is_cancelled_from_within_has_failed(kind, word):
 
 
 def test_what_does_not_await_is_found_out():
-    "An episode that works without awaiting holds up its loop. It is late; the others begin again, and those between two turns are rebuilt."
+    """An episode that works without awaiting holds up its loop.
+
+    It is late; the others begin again, and those between two turns are rebuilt."""
     log = []
     actor = asking(log)
     actor.receive([ScoreRequest(rollout(9, "wait"), last=False)])
@@ -209,7 +213,8 @@ def test_what_does_not_await_is_found_out():
 
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_every_ending_closes_once(at_once, monkeypatch):
-    "Over, cut, failed, late, stopped while it waits and between two turns, begun anew, pushed out, and at the end of the actor."
+    """Over, cut, failed, late, stopped while it waits and between two turns, begun anew, pushed out,
+    and at the end of the actor."""
     monkeypatch.setattr(rlbench.environments.live_episodes, "MOST_LIVE", 3)
     log = []
     actor = asking(log, at_once=at_once)
@@ -280,7 +285,8 @@ def test_playing_again_is_what_the_actor_does():
 
 
 class Starts(Asks):
-    "Begins as its task's answer says: waits for ever, blocks for good, blocks past its deadline, raises at once or after a moment."
+    """Begins as its task's answer says: waits for ever, blocks for good, blocks past its deadline,
+    raises at once or after a moment."""
 
     async def start(self, task):
         match task.answer:
@@ -300,7 +306,8 @@ class Starts(Asks):
 
 @pytest.mark.parametrize("how", ["hang", "block", "late", "raise", "raise later"])
 def test_an_episode_that_cannot_begin_says_so_before_the_run(how, monkeypatch):
-    "However it fails: in bounded time, with one kind of error; and what was opened is closed, unless its own code stands in the way."
+    """However it fails: in bounded time, with one kind of error;
+    and what was opened is closed, unless its own code stands in the way."""
     monkeypatch.setattr(rlbench.environments.event_loop, "STUCK_S", 0.3)
     log, began = [], time.monotonic()
     with pytest.raises(FunctionFailed, match="nobody there" if "raise" in how else "passed its deadline of 0.4 s"):
@@ -361,7 +368,8 @@ def test_what_is_over_after_its_deadline_was_late():
 
 
 def test_who_could_not_go_on_was_not_late():
-    "A verifier in compiled code holds the whole interpreter past all deadlines: it is late, and those whose wait was over meanwhile are not."
+    """A verifier in compiled code holds the whole interpreter past all deadlines:
+    it is late, and those whose wait was over meanwhile are not."""
 
     def holds(response, answer):
         return not ctypes.PyDLL(None).usleep(3_300_000)
@@ -393,7 +401,8 @@ def test_a_replay_that_fails_is_closed_as_well():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rebuilt_episode_has_a_deadline_for_each_turn(waits):
-    "Four turns of 0.2 s, taken again by an actor that has never seen them, under a deadline of 0.5 s; and one that hangs there is late all the same."
+    """Four turns of 0.2 s, taken again by an actor that has never seen them, under a deadline of 0.5 s;
+    and one that hangs there is late all the same."""
 
     class Blocks:
         def start(self, task):
@@ -507,7 +516,8 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
 
 
 def test_an_environment_that_asks_for_a_pool_has_one(tmp_path, monkeypatch):
-    "Also where the verifier asks for none: then the pool is the environment's alone, and no canary is tried until a verifier judges with it."
+    """Also where the verifier asks for none: then the pool is the environment's alone,
+    and no canary is tried until a verifier judges with it."""
     opened, tried = [], []
     monkeypatch.setattr(
         rlbench.runtime.environment_worker, "open_pool", lambda config: opened.append(config) or object()
@@ -545,7 +555,8 @@ def drawn(waits: bool):
 
 
 def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
-    "The same run with episodes that await and with episodes that do not: the same rollouts at the same times, and the same again."
+    """The same run with episodes that await and with episodes that do not:
+    the same rollouts at the same times, and the same again."""
     table = {
         "environment": "scripted",
         "staleness": 2,
@@ -572,7 +583,8 @@ def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("score", "low", "high"), [(1e-9, 0.0, 0.001), (0.05, 0.5, 1.0)])
 def test_what_is_lost_to_the_environment_is_booked(score, low, high, tmp_path):
-    "On the virtual clock, where all seconds are stated: an environment that takes no time stalls nobody; one that takes longer for a turn than the generator stalls it most of the time."
+    """On the virtual clock, where all seconds are stated: an environment that takes no time stalls nobody;
+    one that takes longer for a turn than the generator stalls it most of the time."""
     table = {
         "environment": "scripted",
         "staleness": 1,
@@ -612,7 +624,9 @@ def test_what_is_lost_to_the_environment_is_booked(score, low, high, tmp_path):
 
 
 def patient():
-    "Two turns; between them a tool that takes a moment, and in one of eleven rollouts for ever. What is opened and closed is written down."
+    """Two turns; between them a tool that takes a moment, and in one of eleven rollouts for ever.
+
+    What is opened and closed is written down."""
     import asyncio as aio
     import os
     from hashlib import blake2b
@@ -647,7 +661,8 @@ def patient():
 
 
 def test_a_run_whose_tools_wait_and_sometimes_hang(tmp_path, monkeypatch):
-    "Real processes: a hung tool costs its rollout the reward, all others go on, and at the end every episode that was opened is closed."
+    """Real processes: a hung tool costs its rollout the reward, all others go on,
+    and at the end every episode that was opened is closed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATIENT_LOG", str(tmp_path / "log"))
     run = rl.run(

@@ -1,4 +1,5 @@
-"""Runs whose weights are broadcast: the digest of a run that hands them over by file, and a generator that is stopped in the middle."""
+"""Runs whose weights are broadcast: the digest of a run that hands them over by file,
+and a generator that is stopped in the middle."""
 
 import os
 import signal

@@ -17,7 +17,8 @@ def prisons():
 
 @pytest.fixture
 def cell(request, prisons):
-    "The prison of a tier and a user, for all programs of a file: a parametrized fixture of a module would be made anew for every test."
+    """The prison of a tier and a user, for all programs of a file:
+    a parametrized fixture of a module would be made anew for every test."""
     place = request.param
     if place not in prisons:
         prisons[place] = prison(*place)

@@ -1,4 +1,5 @@
-"""Code in several turns, in real sandboxes: what the policy is told, the states it goes on in, and whole runs in which episodes wait, are taken up again and are given up."""
+"""Code in several turns, in real sandboxes: what the policy is told, the states it goes on in,
+and whole runs in which episodes wait, are taken up again and are given up."""
 
 import json
 import time
@@ -43,7 +44,12 @@ DOUBLE = Task(
         }
     ),
 )
-APPENDS = "with open('log', 'a') as file: file.write('once more\\n')\nimport os\nos.makedirs('sub', exist_ok=True)\nopen(f'sub/{len(open(\"log\").read())}', 'w').close()\n"
+APPENDS = (
+    "with open('log', 'a') as file: file.write('once more\\n')\n"
+    "import os\n"
+    "os.makedirs('sub', exist_ok=True)\n"
+    "open(f'sub/{len(open(\"log\").read())}', 'w').close()\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,11 @@ def layers_of(layer) -> tuple[str, ...]:
 
 def files(pool, layer) -> dict[str, bytes]:
     "What a program finds in a workspace, by a look inside."
-    look = "import json, os, sys\njson.dump({os.path.relpath(os.path.join(a, n)): open(os.path.join(a, n)).read() for a, _, names in os.walk('.') for n in names}, sys.stdout)"
+    look = (
+        "import json, os, sys\n"
+        "json.dump({os.path.relpath(os.path.join(a, n)): open(os.path.join(a, n)).read() for a, _, names in "
+        "os.walk('.') for n in names}, sys.stdout)"
+    )
     from rlbench.sandbox.types import Program
 
     with pool.open(layer=layer) as box:
@@ -110,7 +120,8 @@ def test_the_policy_is_told_what_a_person_would_see(pool, turn, program, came):
 
 
 def test_a_state_is_the_content_of_the_workspace(pool, turn):
-    "Whether played in one go, played again later or restored in between: the same name for the same files, and other ones for others."
+    """Whether played in one go, played again later or restored in between:
+    the same name for the same files, and other ones for others."""
     programs = [APPENDS + f"def f(x): return {n}" for n in (1, 2, 2, 3)]
     first, names = begun(pool), []
     for version, program in enumerate(programs):
@@ -150,7 +161,12 @@ def test_a_program_that_changes_nothing_leaves_the_state_and_its_writer(pool, tu
 
 def test_an_episode_that_draws_lots_is_restored_and_not_played_again(pool, turn):
     "Its state cannot be had by playing it again; it is taken from the snapshot, and the turns before are not run."
-    lots = "import random, time\nrandom.seed(time.time_ns())\nopen('lot', 'w').write(str(random.random()))\ndef f(x): return 1"
+    lots = (
+        "import random, time\n"
+        "random.seed(time.time_ns())\n"
+        "open('lot', 'w').write(str(random.random()))\n"
+        "def f(x): return 1"
+    )
     episode = begun(pool)
     heard = turn(episode, lots, 1)
 
@@ -240,7 +256,8 @@ RUN = {
 
 @pytest.mark.parametrize("rule", ["continue", "rewind", "restart"])
 def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_path, pool, monkeypatch):
-    "Programs of the installed policy in a real pool, stopped and taken up again while versions move: every program was run where the turn before it, as the run's table has it, had left its own."
+    """Programs of the installed policy in a real pool, stopped and taken up again while versions move:
+    every program was run where the turn before it, as the run's table has it, had left its own."""
     woke: dict[tuple[str, str], set] = {}
     run = rlbench.environments.code_episodes.grade_in_workspace
 
@@ -295,7 +312,8 @@ def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_p
 
 
 def test_the_second_turn_reads_what_was_written_and_what_was_told(tmp_path, pool, monkeypatch):
-    "Two turns of the installed policy: the generator reads the tokens of prompt, response and observation as they are; limits, reasons, states and the rate by turn."
+    """Two turns of the installed policy: the generator reads the tokens of prompt,
+    response and observation as they are; limits, reasons, states and the rate by turn."""
     from rlbench.engines.torch import TorchGenerator
     from rlbench.models.model import encode_observation, load_policy
 

@@ -1,4 +1,5 @@
-"""Small programs from examples: the installed policy writes them, sandboxes judge them, and what they are paid for is what they do."""
+"""Small programs from examples: the installed policy writes them, sandboxes judge them,
+and what they are paid for is what they do."""
 
 import json
 import time
@@ -48,7 +49,8 @@ def test_the_exam_in_a_file_is_the_exam():
 
 
 def test_the_installed_policy_is_paid_for_what_its_programs_do(tmp_path, monkeypatch):
-    "Two versions of tiny-code, its canaries first; every verdict of the sandbox is what the program does when it is simply executed."
+    """Two versions of tiny-code, its canaries first; every verdict of the sandbox is what the program does when it is
+    simply executed."""
     monkeypatch.chdir(tmp_path)
     config = {
         "steps": 2,

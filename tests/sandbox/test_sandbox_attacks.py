@@ -1,4 +1,5 @@
-"""What a program tries against the machine is contained, in both tiers, as root and as an ordinary user, and the next program is as well as ever."""
+"""What a program tries against the machine is contained, in both tiers, as root and as an ordinary user,
+and the next program is as well as ever."""
 
 import pytest
 from attacks import LIMITS, MARKER, TIERS

@@ -55,7 +55,8 @@ def test_a_failing_pool_gives_no_verdict(pool):
     ids=lambda faults: json.dumps(faults),
 )
 def test_a_pool_that_fails_now_and_then_gives_verdicts_of_programs_alone(pool):
-    "A played program answers with what it was asked, which is wrong: 0 where it ran, None where it did not, and nothing in between."
+    """A played program answers with what it was asked, which is wrong:
+    0 where it ran, None where it did not, and nothing in between."""
     verdicts = [grade(pool, TASK, f"def solve(n): return {i}", LIMITS) for i in range(12)]
     assert {v.score for v in verdicts} <= {0.0, None} and 0.0 in {v.score for v in verdicts}
     for v in verdicts:

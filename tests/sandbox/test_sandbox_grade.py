@@ -1,4 +1,5 @@
-"""Grading with real processes: every kind of task, ends of the model and of the machine, and the same verdict the second time."""
+"""Grading with real processes: every kind of task, ends of the model and of the machine,
+and the same verdict the second time."""
 
 import json
 import random
@@ -54,12 +55,26 @@ ASSERTS = task(
         "for n in range(5):\n    assert f(n) == n * n",
     ],
 )
-SORTS_AND_SQUARES = "def f(x):\n    if isinstance(x, list):\n        x.sort()\n        return\n    if isinstance(x, str):\n        raise ValueError('no')\n    return x * x\n"
+SORTS_AND_SQUARES = (
+    "def f(x):\n"
+    "    if isinstance(x, list):\n"
+    "        x.sort()\n"
+    "        return\n"
+    "    if isinstance(x, str):\n"
+    "        raise ValueError('no')\n"
+    "    return x * x\n"
+)
 PROJECT = task(
     "repository",
     files={
         "src/shapes.py": "def area(a, b):\n    return a + b\n",
-        "tests/test_shapes.py": "import unittest\nfrom shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n\nclass Unit(unittest.TestCase):\n"
+        "tests/test_shapes.py": "import unittest\n"
+        "from shapes import area\n"
+        "\n"
+        "def test_area():\n"
+        "    assert area(2, 3) == 6\n"
+        "\n"
+        "class Unit(unittest.TestCase):\n"
         "    def test_one(self):\n        self.assertEqual(area(1, 1), 1)\n",
     },
     editable=["src/*"],
@@ -167,7 +182,8 @@ def test_programs_that_print():
 
 
 def test_asserts_against_a_stand_in():
-    "Calls of calls, arguments changed in place, expected exceptions and loops, with the tests in one sandbox and the function in another."
+    """Calls of calls, arguments changed in place, expected exceptions and loops,
+    with the tests in one sandbox and the function in another."""
     runner = LocalRunner()
     right = grade(runner, ASSERTS, SORTS_AND_SQUARES, LIMITS, rule="rate")
     assert right.score == 1, whys(right)
@@ -196,7 +212,12 @@ def test_a_whole_test_function_as_in_humaneval():
         "asserts",
         function="add",
         tests=[
-            "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    for n in range(4):\n        assert candidate(n, n) == 2 * n\ncheck(candidate)"
+            "def check(candidate):\n"
+            "    assert candidate(1, 2) == 3\n"
+            "    assert candidate(-1, 1) == 0\n"
+            "    for n in range(4):\n"
+            "        assert candidate(n, n) == 2 * n\n"
+            "check(candidate)"
         ],
     )
     assert (
@@ -233,7 +254,9 @@ KINDS = {
 @pytest.mark.parametrize("end", [end for end in End if not end.of_model])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_machine_that_fails_gives_no_verdict(kind, end):
-    "Whichever execution it was, and however good or bad the code. Without a witness of its own, a failure is the machine's as long as a known-good program fails, too."
+    """Whichever execution it was, and however good or bad the code.
+
+    Without a witness of its own, a failure is the machine's as long as a known-good program fails, too."""
     graded, code = KINDS[kind]
     runs = grade(LocalRunner(), graded, code, LIMITS).runs
     for number in range(min(runs, 2)):
@@ -318,8 +341,17 @@ class Sleepy(LocalRunner):
     ],
 )
 def test_no_value_makes_the_grader_stumble(value):
-    "Whatever comes back where something else was expected: to a checker that expects a list, to tests that hand it on, to every rule."
-    code = f"def deep(n):\n    value = ()\n    for _ in range(n):\n        value = (value,)\n    return value\ndef f(x):\n    return {value}\n"
+    """Whatever comes back where something else was expected:
+    to a checker that expects a list, to tests that hand it on, to every rule."""
+    code = (
+        f"def deep(n):\n"
+        f"    value = ()\n"
+        f"    for _ in range(n):\n"
+        f"        value = (value,)\n"
+        f"    return value\n"
+        f"def f(x):\n"
+        f"    return {value}\n"
+    )
     checked = task(
         "function",
         function="f",
@@ -388,7 +420,8 @@ def test_arguments_as_text_are_refused_by_field(args, reason):
 
 
 def play_minute(answers, canary_fails=lambda: False, worker=lambda n: f"w{(n + n // 20) % 4}", seconds=50.0):
-    "Show the guard a minute of (task, program, masked), with a canary for each that it suspects; how many masked ones are blamed on the programs, and all of them."
+    """Show the guard a minute of (task, program, masked), with a canary for each that it suspects;
+    how many masked ones are blamed on the programs, and all of them."""
     masks, blamed, masked_in_all = MissingVerdicts(), 0, 0
     for n, (task_, program, masked) in enumerate(answers):
         sighting = Sighting(task_, program, 7, masked, seconds * n / len(answers), worker(n))
@@ -426,7 +459,9 @@ def test_a_machine_that_fails_masks_and_nobody_is_blamed(share):
 
 
 def test_only_who_is_masked_in_several_places_is_to_blame():
-    "A worker that is broken masks all that comes to it, and canaries elsewhere are well. Where there is one worker, seconds take the place of workers."
+    """A worker that is broken masks all that comes to it, and canaries elsewhere are well.
+
+    Where there is one worker, seconds take the place of workers."""
     answers = [(f"t{n % 5}", f"p{n}", n % 4 == 1) for n in range(160)]
     assert (
         play_minute(answers, worker=lambda n: f"w{n % 4}")[0] == 0
@@ -440,7 +475,8 @@ def test_only_who_is_masked_in_several_places_is_to_blame():
 
 
 def test_masks_are_the_policys_where_others_get_their_verdicts():
-    "A program that has no verdict again and again while others have theirs; not where all have none, nor after a minute."
+    """A program that has no verdict again and again while others have theirs;
+    not where all have none, nor after a minute."""
     evil = [Sighting("t", "evil", 7, True, float(n), f"w{n % 2}") for n in range(3)]
     good = [Sighting("t", f"p{n}", 7, False, 2.0, "w0") for n in range(12)]
     masks = MissingVerdicts()

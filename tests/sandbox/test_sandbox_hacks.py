@@ -1,4 +1,6 @@
-"""Programs that solve nothing: none is paid, none holds up the grader, none runs anything on its side. In the pool's sandboxes, and in processes without a jail, where all that protects the reward is the protocol."""
+"""Programs that solve nothing: none is paid, none holds up the grader, none runs anything on its side.
+
+In the pool's sandboxes, and in processes without a jail, where all that protects the reward is the protocol."""
 
 import json
 import os
@@ -50,7 +52,8 @@ def test_no_hack_is_paid_in_a_sandbox(hack, kind, pool):
 @pytest.mark.parametrize("kind", FRESH)
 @pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
 def test_no_hack_is_paid(hack, kind, tmp_path, monkeypatch):
-    "A score of 0 under the kindest rule of all: nothing that the program did counts as a passed test, save by computing it."
+    """A score of 0 under the kindest rule of all: nothing that the program did counts as a passed test,
+    save by computing it."""
     monkeypatch.setenv("OWNED", str(tmp_path / "owned"))  # a command that is run on this side leaves its mark there
     began = time.monotonic()
     verdict = grade(

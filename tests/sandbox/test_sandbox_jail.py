@@ -138,7 +138,8 @@ def test_a_lost_zygote_answers_for_everything(start, tier):
 
 
 def test_tier_is_what_was_asked_for_or_nothing(start, monkeypatch, request):
-    "Without bubblewrap, or where it is refused, the self-test says so and names the remedy; nobody falls without a word."
+    """Without bubblewrap, or where it is refused, the self-test says so and names the remedy;
+    nobody falls without a word."""
     with pytest.raises(Fault, match="allow_unsafe = true"):
         Jail("z", None, "rlimits")
     refusing = Path(tempfile.mkdtemp(dir="/var/tmp"))  # where every user may start it
@@ -170,7 +171,10 @@ def test_workspace_goes_from_zygote_to_zygote(start, tier):
         "exec",
         session="s",
         program=Program(
-            "import os, shutil\nos.unlink('gone'); shutil.rmtree('old'); os.mkdir('old'); open('old/3', 'w').write('3')\nos.symlink('/etc', 'link')\nopen('a/b/c', 'a').write('+')"
+            "import os, shutil\n"
+            "os.unlink('gone'); shutil.rmtree('old'); os.mkdir('old'); open('old/3', 'w').write('3')\n"
+            "os.symlink('/etc', 'link')\n"
+            "open('a/b/c', 'a').write('+')"
         ),
     ).ok
     layer = first("snapshot", session="s", turn=3, version=7)
@@ -216,7 +220,8 @@ def test_what_a_session_may_not(start):
     client("write", session="other", path="secret", data=b"of another")
     client("open", session="s", limits=SandboxLimits(disk_mb=2, inodes=50))
     client.sh(
-        "ln -s / root; ln -s ../../1/m/secret up; ln -s /z/s/1/m/secret over; mkfifo pipe; ln -s /proc/self/root/etc magic",
+        "ln -s / root; ln -s ../../1/m/secret up; ln -s /z/s/1/m/secret over; mkfifo pipe; ln -s "
+        "/proc/self/root/etc magic",
         "s",
     )
     for path in ("root/etc/passwd", "up", "over", "pipe", "magic/passwd"):
@@ -288,7 +293,11 @@ def test_many_at_once(start):
 def test_what_a_killed_owner_left_on_disk_is_removed(script, start):
     "A tier without namespaces writes into a folder; the next jail removes that of an owner that was killed."
     owner = script(
-        "import sys, time\nfrom rlbench.sandbox.jail import Jail\njail = Jail('z', None, 'landlock')\nprint(jail.scratch, flush=True)\ntime.sleep(60)"
+        "import sys, time\n"
+        "from rlbench.sandbox.jail import Jail\n"
+        "jail = Jail('z', None, 'landlock')\n"
+        "print(jail.scratch, flush=True)\n"
+        "time.sleep(60)"
     )
     folder = Path(owner.stdout.readline().strip())
     assert folder.is_dir() and start("landlock").scratch != str(folder) and folder.is_dir(), (
@@ -302,7 +311,8 @@ def test_what_a_killed_owner_left_on_disk_is_removed(script, start):
 
 @pytest.mark.parametrize("flood", ("b'x'", "b'\\n'", "b'1\\n' * 400"))
 def test_a_flood_of_answers(start, flood):
-    "Answers without end, byte by byte or line by line, end the program and nothing else; those before their call count for nothing."
+    """Answers without end, byte by byte or line by line, end the program and nothing else;
+    those before their call count for nothing."""
     client = Client(start())
     done = client(
         "exec",
@@ -376,7 +386,9 @@ def test_processes_are_counted_by_program(user):
 
 @pytest.mark.parametrize("user", USERS)
 def test_threads_are_counted_where_processes_cannot_be(user):
-    "Without namespaces a program starts no processes, and one with too many threads is ended. Another beside it starts its own."
+    """Without namespaces a program starts no processes, and one with too many threads is ended.
+
+    Another beside it starts its own."""
     held = prison("landlock", user)
     try:
         for _ in range(2):
@@ -415,7 +427,8 @@ open("f", "w").write("x")
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_deep_tree_harms_nobody(start, tier):
-    "Folders deeper than any path: they count, they go with their program, and if nobody is left to remove them the next jail does."
+    """Folders deeper than any path: they count, they go with their program,
+    and if nobody is left to remove them the next jail does."""
     jail = start(tier)
     client = Client(jail)
     done = client("exec", program=Program(DEEP, files={"a": b""}), limits=SandboxLimits(cpu_s=5))
@@ -429,7 +442,9 @@ def test_a_deep_tree_harms_nobody(start, tier):
 
 
 def test_what_a_dead_owner_left_is_removed_however_deep():
-    "As root and under whatever modes. Whoever starts a sandbox sweeps, tests beside this one too: it gets its name when it is whole."
+    """As root and under whatever modes.
+
+    Whoever starts a sandbox sweeps, tests beside this one too: it gets its name when it is whole."""
     from rlbench.sandbox.jail_start import make_scratch, remove_scratch
 
     built = Path(tempfile.mkdtemp(prefix="rlbench-left-", dir="/var/tmp"))
@@ -450,7 +465,8 @@ def test_what_a_dead_owner_left_is_removed_however_deep():
 
 
 def test_a_folder_is_removed_although_something_is_still_put_in(tmp_path, monkeypatch):
-    "Whoever is killed may have had one more file under way: then it goes round again, and what cannot be removed for another reason is told."
+    """Whoever is killed may have had one more file under way:
+    then it goes round again, and what cannot be removed for another reason is told."""
     left, rmdir, late = tmp_path / "left", os.rmdir, ["one", "two"]
 
     def slow(path, **more):
@@ -493,11 +509,13 @@ def test_a_session_is_closed_while_it_is_kept(start, tier):
 
 
 def test_a_command_that_could_start_nothing_is_refused(start):
-    "Where there are no processes a command is told so before it runs, with the field and the remedy; one that needs none runs."
+    """Where there are no processes a command is told so before it runs, with the field and the remedy;
+    one that needs none runs."""
     client = Client(start("landlock"))
     with pytest.raises(
         Fault,
-        match="limits.processes = 16: under tier landlock the command 'sh' .* give processes = 1 .* or use tier bwrap-zygote",
+        match="limits.processes = 16: under tier landlock the command 'sh' .* give processes = 1 .* or use tier "
+        "bwrap-zygote",
     ) as told:
         client("exec", program=Program(argv=("sh", "-c", "ls | wc -l")))
     assert told.value.end is End.GRADER_ERROR

@@ -18,7 +18,8 @@ from rlbench.sandbox.pool import PoolClient
 from rlbench.sandbox.pool_folder import PROCESSES, kill_all, marked_processes, sweep_pool
 from rlbench.sandbox.types import End, Program
 
-# A program with two daemons in sessions of their own, of which one spins; without namespaces it may start none and sleeps.
+# A program with two daemons in sessions of their own, of which one spins;
+# without namespaces it may start none and sleeps.
 WRAP = """
 import os, time
 for spins in (True, False):
@@ -175,7 +176,9 @@ time.sleep(600)
 
 
 def test_a_kernel_that_is_killed(script, tmp_path):
-    "What it had open itself is closed. The run that it has started goes on, which is what it is for, and takes the pool with it when it ends."
+    """What it had open itself is closed.
+
+    The run that it has started goes on, which is what it is for, and takes the pool with it when it ends."""
     pool = {"folder": str(tmp_path / "pool"), "canaries": 1, "workers": 2, "idle_s": 3.0}
     told = {**CODED, "steps": 100_000, "tasks": "expressions", "verifier": "code", "sandbox": pool}
     kernel = script(KERNEL, tmp_path, json.dumps(told))
@@ -202,7 +205,8 @@ def test_a_kernel_that_is_killed(script, tmp_path):
 
 @pytest.mark.parametrize("tier", ["bwrap-zygote", "landlock"])
 def test_a_controller_that_is_killed_under_a_run(begin, tmp_path, tier):
-    "Nothing of the old pool is left, sandboxes are lost, and the run goes on with the next one: what was asked is asked again."
+    """Nothing of the old pool is left, sandboxes are lost, and the run goes on with the next one:
+    what was asked is asked again."""
     scene = begin(tier)
     with PoolClient.connect(tmp_path / "pool") as mine:
         boxes = [mine.open() for _ in range(5)]

@@ -1,4 +1,5 @@
-"""Verdicts on numbers and formulas: nothing that a response writes makes a judge raise, takes it past its bound, or leaves it without a verdict."""
+"""Verdicts on numbers and formulas: nothing that a response writes makes a judge raise, takes it past its bound,
+or leaves it without a verdict."""
 
 import time
 from dataclasses import replace
@@ -154,7 +155,8 @@ def test_fences_take_time_in_proportion(mark):
 
 
 def test_a_response_that_computes_past_the_deadline_is_wrong():
-    "Where the task's own answer is judged in the same place; a judge that is late with everything, or only waits, gives no verdict."
+    """Where the task's own answer is judged in the same place;
+    a judge that is late with everything, or only waits, gives no verdict."""
 
     def spins(response, answer):
         end = time.thread_time() + 0.4 * (response != answer)

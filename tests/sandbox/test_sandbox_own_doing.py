@@ -1,4 +1,5 @@
-"""Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
+"""Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's,
+in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
 
 import asyncio
 import json
@@ -41,7 +42,8 @@ PATIENT = SandboxLimits(**LIMITS | {"wall_s": 30, "cpu_s": 1})  # for what does 
 
 # what a program may leave in a workspace
 LEAVINGS = {
-    "names that mean deleted": "for name in ('.wh.', '.wh...', '.wh..', '.wh.base.txt', '.wh..wh..opq', 'folder/.wh.inner.txt'): open(name, 'w').write('x')",
+    "names that mean deleted": "for name in ('.wh.', '.wh...', '.wh..', '.wh.base.txt', '.wh..wh..opq', 'folder/.wh.inner.txt'): "
+    "open(name, 'w').write('x')",
     "folders that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder', '.wh..wh..opq'): os.makedirs(name + '/x')",
     "links that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder'): os.symlink('..', name)",
     "files with holes": "for i in range(30): open(f'h{i}', 'wb').truncate(15 << 20)",
@@ -59,11 +61,14 @@ LEAVINGS = {
     "its folder cannot be written": "os.chmod('.', 0o500)",
     "folders nobody may enter": "os.makedirs('a/b', 0); os.mkdir('c', 0)\nos.chmod('folder', 0)",
     "files nobody may read": "os.close(os.open('secret', os.O_CREAT | os.O_WRONLY, 0)); os.chmod('base.txt', 0)",
-    "names that are no text": "for name in (b'\\xff\\xfe', b'a\\nb', b'=\\n\\n=', b'x' * 255, ' ', '\\ud800'.encode('utf-8', 'surrogatepass')): open(name, 'w').write('x')",
+    "names that are no text": "for name in (b'\\xff\\xfe', b'a\\nb', b'=\\n\\n=', b'x' * 255, ' ', '\\ud800'.encode('utf-8', "
+    "'surrogatepass')): open(name, 'w').write('x')",
     "times far away": "os.utime('solution.py', (1 << 40, 1 << 40)); os.utime('base.txt', (-(1 << 40), -(1 << 40)))",
     "too many files": "for i in range(5000): open(f'f{i}', 'w')",
     "a full disk": "open('x', 'wb').write(bytes(14 << 20)); open('y', 'wb').write(bytes(14 << 20))",
-    "a base of links": "import shutil\nshutil.rmtree('folder'); os.symlink('..', 'folder'); os.unlink('base.txt'); os.symlink('/proc/self/environ', 'base.txt')",
+    "a base of links": "import shutil\n"
+    "shutil.rmtree('folder'); os.symlink('..', 'folder'); os.unlink('base.txt'); "
+    "os.symlink('/proc/self/environ', 'base.txt')",
     "links in a ring, and to each other": "os.symlink('b', 'a'); os.symlink('a', 'b'); os.link('solution.py', 'c'); os.link('c', 'd')",
     "renames its folder": "os.rename('folder', 'solution'); os.rename('.', 'x')",
     "a file where files are to be": "open('notes', 'w').write('x')",
@@ -84,7 +89,8 @@ def of_model(said: str) -> bool:
     indirect=["cell"],
 )
 def test_what_a_program_leaves_is_its_own_doing(cell, name):
-    "Whatever it left, nothing that follows is the machine's failure; the workspace can be put back, what was kept can be had again, and the next program is well."
+    """Whatever it left, nothing that follows is the machine's failure;
+    the workspace can be put back, what was kept can be had again, and the next program is well."""
     told = cell.turns(
         Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL if name == "sleep" else PATIENT
     )
@@ -160,7 +166,8 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
 
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
 def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
-    "Half a surrogate in a command, its input, its environment, in a file's name and content: never an error of the machine, nor of the caller."
+    """Half a surrogate in a command, its input, its environment, in a file's name and content:
+    never an error of the machine, nor of the caller."""
 
     class Box:
         def exec(self, program, limits):
@@ -207,8 +214,19 @@ def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     assert grade(cell, hacked_task(), hacked_task().reference, SandboxLimits()).score == 1
 
 
-SPEND = "import os, threading, time, zlib\ndef spend(s, clock):\n    end = clock() + s\n    while clock() < end: zlib.crc32(bytes(1 << 16))\n"
-FORK = "for i in range({number}):\n    if not os.fork():\n        {work}\n        time.sleep(60); os._exit(0)\ntime.sleep(60)\n"
+SPEND = (
+    "import os, threading, time, zlib\n"
+    "def spend(s, clock):\n"
+    "    end = clock() + s\n"
+    "    while clock() < end: zlib.crc32(bytes(1 << 16))\n"
+)
+FORK = (
+    "for i in range({number}):\n"
+    "    if not os.fork():\n"
+    "        {work}\n"
+    "        time.sleep(60); os._exit(0)\n"
+    "time.sleep(60)\n"
+)
 PINNED = "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
 # late, each by its own doing: its processes and threads wait for each other, or for a disk
 WAITERS = {
@@ -219,7 +237,9 @@ WAITERS = {
     "threads on a core": SPEND
     + PINNED
     + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
-    "a file that is written and synced": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nwhile True: os.pwrite(file, bytes(4096), 0); os.fsync(file)\n",
+    "a file that is written and synced": "import os\n"
+    "file = os.open('x', os.O_CREAT | os.O_RDWR)\n"
+    "while True: os.pwrite(file, bytes(4096), 0); os.fsync(file)\n",
     "a little work, a little sleep": SPEND
     + PINNED
     + "while True: spend(0.0005, time.process_time); time.sleep(0.05)\n",
@@ -236,11 +256,13 @@ def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
 
 
 def test_the_wait_for_a_processor_is_that_of_one_thread():
-    "However many wait for each other, none waits longer than the clock runs; one that keeps itself to a processor waits by its own choice."
+    """However many wait for each other, none waits longer than the clock runs;
+    one that keeps itself to a processor waits by its own choice."""
     began = time.monotonic()
     spin = (
-        SPEND
-        + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), daemon=True).start()\ntime.sleep(60)\n"
+        SPEND + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), "
+        "daemon=True).start()\n"
+        "time.sleep(60)\n"
     )
     for code, pinned in ((spin, False), (SPEND + PINNED + spin, True)):
         with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -296,7 +318,8 @@ def test_a_sleeper_is_late_once_for_all_its_tests(cell):
 
 
 def test_waiting_for_a_canary_is_no_standstill():
-    "The pool is taken by sleepers, and so the canary waits: the actor goes on, and what was doubted is told when the canary is back."
+    """The pool is taken by sleepers, and so the canary waits:
+    the actor goes on, and what was doubted is told when the canary is back."""
     opened = threading.Event()
 
     class Taken(Quick):
@@ -448,7 +471,8 @@ NAUGHTY_ANSWER = json.dumps(
 
 
 def assert_each_kind_failed_by_itself(verdicts, rollouts):
-    "Sleepers, programs that kill themselves and programs that lower their limits: there are some of each, a third in all, and each has a verdict of 0."
+    """Sleepers, programs that kill themselves and programs that lower their limits:
+    there are some of each, a third in all, and each has a verdict of 0."""
     texts = dict(rollouts.select("rollout", "text").iter_rows())
     ends = {kind: [] for kind in ("sleeps", "kills itself", "lowers its limit", "plain")}
     for rollout, score, last in verdicts.select("rollout", "score", pl.col("ends").list.last()).iter_rows():

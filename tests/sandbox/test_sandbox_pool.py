@@ -1,4 +1,5 @@
-"""The pool of sandboxes under what notebooks cannot show: processes that are killed or stopped, clients that vanish, a full disk, and a thousand at once."""
+"""The pool of sandboxes under what notebooks cannot show:
+processes that are killed or stopped, clients that vanish, a full disk, and a thousand at once."""
 
 import json
 import os
@@ -195,7 +196,8 @@ def test_a_guardian_that_is_killed(pool_at):
 
 
 def test_a_worker_that_is_killed(pool_at):
-    "What ran there is run elsewhere; a sandbox with changes is lost, one that was kept is had again; another worker comes."
+    """What ran there is run elsewhere; a sandbox with changes is lost, one that was kept is had again;
+    another worker comes."""
     pool = pool_at()
     workers = workers_of(pool)
     boxes = [pool.open() for _ in range(4)]
@@ -314,7 +316,8 @@ def test_a_controller_that_hangs(pool_at, monkeypatch):
 
 
 def test_a_bad_day_of_960(pool_at):
-    "960 sandboxes and 960 programs at once while workers die and orders fail: everything is answered once, no fault is told as the model's, every attempt has a row."
+    """960 sandboxes and 960 programs at once while workers die and orders fail:
+    everything is answered once, no fault is told as the model's, every attempt has a row."""
     faults = {
         "ends": {"quota": 0.02, "host_oom": 0.02, "protocol_error": 0.02, "start_failed": 0.02, "host_disk_full": 0.02},
         "lost": 0.002,
@@ -441,7 +444,8 @@ def below(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("tier", REAL)
 def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
-    "Real programs with daemons of their own, in every tier: a minute after `kill -9` of the controller nothing is left, and nothing on the disk."
+    """Real programs with daemons of their own, in every tier:
+    a minute after `kill -9` of the controller nothing is left, and nothing on the disk."""
     pool = pool_at(PoolSpec(tier, workers=2, allow_unsafe=True), tier)
     box = pool.open()
     box.write("a", b"1")

@@ -1,4 +1,5 @@
-"""Remote sandboxes against servers that are nowhere near: a server of the plain interface, one of SandboxFusion's, and what they do on a bad day."""
+"""Remote sandboxes against servers that are nowhere near:
+a server of the plain interface, one of SandboxFusion's, and what they do on a bad day."""
 
 import json
 import os
@@ -112,9 +113,15 @@ def test_what_the_account_allows(serve, monkeypatch):
 
 
 def test_sandboxfusion(serve, pool_at):
-    "Calls are fed one at a time, CPU time is measured, a sleeper is late twice before it counts; there are no sessions."
+    """Calls are fed one at a time, CPU time is measured, a sleeper is late twice before it counts;
+    there are no sessions."""
     pool = pool_at(serve(run_code), api="sandboxfusion")
-    echo = "import os\nfor line in os.fdopen(3):\n    print('seen', line.strip(), flush=True)\n    os.write(4, (str(int(line) ** 2) + chr(10)).encode())"
+    echo = (
+        "import os\n"
+        "for line in os.fdopen(3):\n"
+        "    print('seen', line.strip(), flush=True)\n"
+        "    os.write(4, (str(int(line) ** 2) + chr(10)).encode())"
+    )
     e = pool.run(Program(echo, calls=("3", "4"), files={"data/x": b"1"}))
     assert (e.end, e.answers, e.stdout, e.tier) == (
         End.EXITED,

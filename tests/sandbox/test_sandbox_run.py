@@ -1,4 +1,5 @@
-"""Runs that judge code: whole runs whose every verdict comes from a sandbox, with machines that fail in every way they can. No failure is ever paid, or punished."""
+"""Runs that judge code: whole runs whose every verdict comes from a sandbox,
+with machines that fail in every way they can. No failure is ever paid, or punished."""
 
 import json
 import os
@@ -131,7 +132,9 @@ def test_a_share_between_the_two_knobs_alerts_and_goes_on(tmp_path, monkeypatch)
 
 
 def test_a_sandbox_that_answers_nonsense_is_found_out(tmp_path, monkeypatch):
-    "From some moment on every program ends at once, as a broken interpreter does. The canary fails, so none of it becomes a zero, and the run stops."
+    """From some moment on every program ends at once, as a broken interpreter does.
+
+    The canary fails, so none of it becomes a zero, and the run stops."""
 
     class Mute(Quick):
         def run(self, program, limits, owner=""):
@@ -151,7 +154,10 @@ def test_a_sandbox_that_answers_nonsense_is_found_out(tmp_path, monkeypatch):
 
 
 def test_verdicts_of_a_broken_sandbox_are_taken_back(tmp_path, monkeypatch):
-    "For a while every answer is the wrong one, which no verdict shows; then nothing is answered, and the canary that this calls for fails. What was said since the last good one is scored again, and nothing false that did not train already is trained on."
+    """For a while every answer is the wrong one, which no verdict shows;
+    then nothing is answered, and the canary that this calls for fails.
+    What was said since the last good one is scored again, and nothing false that did not train already is trained
+    on."""
 
     class Lies(Quick):
         def run(self, program, limits, owner=""):
@@ -254,7 +260,8 @@ def test_real_programs_in_a_run(tmp_path, monkeypatch):
 
 
 def test_programs_are_tried_before_they_are_judged(tmp_path, monkeypatch):
-    "Episodes of several turns: a program that fails what is shown is written anew, and a machine that fails in between ends no episode."
+    """Episodes of several turns: a program that fails what is shown is written anew,
+    and a machine that fails in between ends no episode."""
     driver = run_with(
         tmp_path,
         monkeypatch,
@@ -313,7 +320,8 @@ def test_a_verifier_of_ones_own_may_fail_like_a_machine():
 
 
 def test_a_trained_run_and_its_verdicts_once_more(tmp_path, monkeypatch):
-    "A model, processes, sandboxes: what its programs are paid for is the same the second time, and its report shows where they ran."
+    """A model, processes, sandboxes: what its programs are paid for is the same the second time,
+    and its report shows where they ran."""
     monkeypatch.chdir(tmp_path)
     config = {
         "steps": 2,
@@ -420,7 +428,9 @@ def test_a_folder_that_cannot_be_a_pools(tmp_path):
 
 
 def test_two_environments_of_a_run_share_one_pool(tmp_path):
-    "Each is a client of its own. One is killed: the programs of the other go on, and every execution has the run's name."
+    """Each is a client of its own.
+
+    One is killed: the programs of the other go on, and every execution has the run's name."""
     pool = tmp_path / "pool"
     config = {
         **SMALL,

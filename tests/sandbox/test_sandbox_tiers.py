@@ -1,4 +1,5 @@
-"""The same verdicts wherever programs run: in both tiers, as root and as an ordinary user, on somebody else's machine by either interface."""
+"""The same verdicts wherever programs run: in both tiers, as root and as an ordinary user,
+on somebody else's machine by either interface."""
 
 import json
 import os
@@ -43,7 +44,8 @@ def one_of_each() -> list:
 
 
 def verdicts(runner) -> list[tuple]:
-    "(task, solution, score, test by test, how its executions ended) of each task's reference, a wrong solution, and a text that is none."
+    """(task, solution, score, test by test, how its executions ended) of each task's reference, a wrong solution,
+    and a text that is none."""
     asked = [
         (task, name, text)
         for task, each in one_of_each()
@@ -70,7 +72,9 @@ def expected(tmp_path_factory) -> list[tuple]:
 
 
 def elsewhere(tier: str) -> None:
-    "In a process of its own, which becomes an ordinary user's, with a pool of that user's: print the verdicts. What the project's folder holds is read before."
+    """In a process of its own, which becomes an ordinary user's, with a pool of that user's: print the verdicts.
+
+    What the project's folder holds is read before."""
     for profile in PROFILES:
         load_filter(profile)
     zygote_source(), one_of_each(), polars.DataFrame
@@ -104,7 +108,12 @@ def test_verdicts_are_the_same_in_every_tier_for_every_user(expected, tmp_path, 
             )
         stop_pool(tmp_path / "pool")
         return
-    script = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / 'helpers')]!r}\nfrom test_sandbox_tiers import elsewhere\nelsewhere({str(tier)!r})"
+    script = (
+        f"import sys; sys.path[:0] = "
+        f"{[str(Path(__file__).parent), str(Path(__file__).parents[1] / 'helpers')]!r}\n"
+        f"from test_sandbox_tiers import elsewhere\n"
+        f"elsewhere({str(tier)!r})"
+    )
     told = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )  # none that was forked from this one, whose threads would be missing there
@@ -125,7 +134,8 @@ def run_with_files(path: str, body: bytes, head) -> tuple[int, bytes]:
 
 @pytest.fixture
 def server(serve, request):  # noqa: F811
-    "A server of either interface that really runs programs: a jail behind the plain one, this Python behind SandboxFusion's."
+    """A server of either interface that really runs programs:
+    a jail behind the plain one, this Python behind SandboxFusion's."""
     if request.param == "sandboxfusion":
         yield serve(run_with_files)
         return

@@ -96,7 +96,8 @@ def test_advice_changes_nothing(tmp_path, plain):
 
 @pytest.mark.slow
 def test_a_person_comes_first(tmp_path):
-    "Switched on in a live run; then somebody sets a knob, puts another on a ramp, holds the run, and switches balancing off."
+    """Switched on in a live run; then somebody sets a knob, puts another on a ramp, holds the run,
+    and switches balancing off."""
     told = [
         (600, "balance", "act", 0),
         (2500, "concurrency", 8, 0),

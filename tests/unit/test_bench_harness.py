@@ -1,4 +1,5 @@
-"Results of benches as records: the JSON keys that `--json` prints stay as they are, and what was printed is read again."
+"""Results of benches as records: the JSON keys that `--json` prints stay as they are,
+and what was printed is read again."""
 
 import json
 from dataclasses import asdict

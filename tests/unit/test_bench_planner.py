@@ -20,7 +20,8 @@ from rlbench.runtime.forecasts import Figures, Prediction
 
 
 class Live:
-    "A run that makes a version of 32 rollouts in half a second, and for half of that its trainer waits; each look finds it 25 versions on."
+    """A run that makes a version of 32 rollouts in half a second, and for half of that its trainer waits;
+    each look finds it 25 versions on."""
 
     name = "made up"
 

@@ -376,7 +376,8 @@ def test_ranks_store_the_same_keys():
 def test_a_model_that_does_not_fit_is_refused_in_words():
     with pytest.raises(
         ValueError,
-        match=r"gpus: 8 x H200 hold 967\.2 GB .* the weights take 1,488\.0 GB .*memory binds.* take at least 13 of them, or FP8 weights",
+        match=r"gpus: 8 x H200 hold 967\.2 GB .* the weights take 1,488\.0 GB .*memory binds.* take at least 13 of "
+        r"them, or FP8 weights",
     ):
         engine_of(MODELS["GLM-5"], HARDWARE["H200"], 8)
     assert engine_of(MODELS["GLM-5"], HARDWARE["H200"], 13).cache > 0

@@ -1,4 +1,5 @@
-"""What a panel shows, against run folders: read bit by bit or at once, long histories, damaged and empty ones; the frame stays small and well formed."""
+"""What a panel shows, against run folders: read bit by bit or at once, long histories, damaged and empty ones;
+the frame stays small and well formed."""
 
 import re
 from dataclasses import replace
@@ -75,7 +76,8 @@ def written(ledger: Ledger, versions: range, rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_bit_by_bit_shows_the_same_as_at_once(tmp_path):
-    "A view that was there from the beginning, while segments were sealed under it, and one that comes late agree in every figure and in the frame's text."
+    """A view that was there from the beginning, while segments were sealed under it,
+    and one that comes late agree in every figure and in the frame's text."""
     folder, rng = fake_run(tmp_path, batches=0, state="running", closed=False, evals=False), np.random.default_rng(1)
     ledger, view, cuts = Ledger(folder, 0, seal_rows=700), LiveView(folder), [1, 2, 3, 40, 41, 300, 301, 640]
     for a, b in zip([0, *cuts], cuts):
@@ -174,7 +176,8 @@ def test_the_spike_of_one_step_is_still_there(long_run):
 
 
 def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
-    "The cards of the newest batch keep it while thousands of filtered rollouts follow: for who watched it, and for who opens the run later."
+    """The cards of the newest batch keep it while thousands of filtered rollouts follow:
+    for who watched it, and for who opens the run later."""
     rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)
     ledger = Ledger(folder, 0)
     batch = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
@@ -212,7 +215,10 @@ def test_every_kind_of_run_is_drawn(kind, tmp_path):
     snapshot = replace(snapshot, now=snapshot.alive_at + 1)
     told = run_light(snapshot)
     assert told.word == WORDS.get(kind, told.word) and told.word != "stale"
-    frame = f"<div>{card_style_html()}{state_strip_html(snapshot, told)}{''.join(run_card_html(key, snapshot) for key in CARDS)}</div>"
+    frame = (
+        f"<div>{card_style_html()}{state_strip_html(snapshot, told)}"
+        f"{''.join(run_card_html(key, snapshot) for key in CARDS)}</div>"
+    )
     tree = ElementTree.fromstring(re.sub(r"&ensp;", " ", frame.replace("<br>", "<br/>")))
     charts = [svg for svg in tree.iter() if svg.tag.endswith("svg") and svg.get("class") == "rl-chart"]
     assert len(charts) >= 15 and all(svg.get("role") == "img" and len(svg.get("aria-label")) > 10 for svg in charts)
@@ -233,7 +239,8 @@ def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
 
 @pytest.mark.slow
 def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
-    "Whoever opens the run when no row of the last trained batch is among those that a view keeps still sees that batch, in the cards and in their table."
+    """Whoever opens the run when no row of the last trained batch is among those that a view keeps still sees that
+    batch, in the cards and in their table."""
     rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)
     ledger = Ledger(folder, 0)
     rows = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
@@ -249,7 +256,8 @@ def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
 
 
 def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
-    "Versions at which nothing was served leave no hole; what was trained is drawn for every version; a folder without its columns opens as before."
+    """Versions at which nothing was served leave no hole; what was trained is drawn for every version;
+    a folder without its columns opens as before."""
     folder = fake_run(tmp_path, "gaps", batches=0, state="running", closed=False, evals=False)
     rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
     served = (

@@ -1,4 +1,5 @@
-"""The classic chain on small data: demonstrations, fine-tuning, preference pairs, a reward model; every verb, and what it refuses."""
+"""The classic chain on small data: demonstrations, fine-tuning, preference pairs, a reward model;
+every verb, and what it refuses."""
 
 import contextlib
 import json
@@ -40,7 +41,8 @@ def told(folder, *arguments) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    "A folder with a run: eight responses of the tiny policy to each of 160 tasks and an evaluation, as its ledger keeps them."
+    """A folder with a run: eight responses of the tiny policy to each of 160 tasks and an evaluation,
+    as its ledger keeps them."""
     settle_cpu()
     where, policy, tasks = tmp_path_factory.mktemp("chain"), load_policy("tiny"), arithmetic(seed=2)[:160]
     generator = TorchGenerator(policy.model, max_length=96, slots=256)
@@ -141,7 +143,9 @@ def test_a_reward_model_of_verifier_pairs_is_right_on_prompts_it_has_not_seen(fo
     assert json.loads((folder / "reward/reward_model.json").read_text())["held_out"] == h
     texts = [("17+25=", "7+5=2c1;1+2=4c0:42"), ("17+25=", ":24")]
     child = script(
-        f"from rlbench.models.heads import load_reward_model as load\nm = load({str(folder / 'reward')!r})\nprint(*m.scores([m.encode(*pair) for pair in {texts}]))"
+        f"from rlbench.models.heads import load_reward_model as load\n"
+        f"m = load({str(folder / 'reward')!r})\n"
+        f"print(*m.scores([m.encode(*pair) for pair in {texts}]))"
     )
     out, error = child.communicate(timeout=400)
     assert child.returncode == 0, error
@@ -169,7 +173,9 @@ def test_pairs_of_people_and_files_are_put_together(folder):
 
 @pytest.fixture
 def endpoint():
-    "A judge that prefers the longer response, and, for a tenth of the prompts, whatever stands first. Yields (address, what it was asked)."
+    """A judge that prefers the longer response, and, for a tenth of the prompts, whatever stands first.
+
+    Yields (address, what it was asked)."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):

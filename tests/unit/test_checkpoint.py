@@ -48,7 +48,8 @@ from rlbench.workbench.supervisor import load_newest_usable
 )
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
-    "Killed at some moments and resumed, once again killed on the way: digest, steps and trained rollouts of the run that nobody touched."
+    """Killed at some moments and resumed, once again killed on the way:
+    digest, steps and trained rollouts of the run that nobody touched."""
     table = SYNC | table | {"placement": placement}
     whole = a_run(tmp_path / "whole", table)
     drive(whole)
@@ -121,7 +122,8 @@ class KilledAtCheckpoint(Told):
     ids=["slow trainer", "slow publish", "few slots"],
 )
 def test_killed_again_right_after_the_checkpoint_that_follows_a_resume(tmp_path, moment, table):
-    "What the first kill lost is not all dispatched again by then: its attempts get numbers that none of before the first kill has."
+    """What the first kill lost is not all dispatched again by then:
+    its attempts get numbers that none of before the first kill has."""
     drive(a_run(tmp_path / "first", SYNC | table, {moment: tmp_path / "killed"}))
     again = taken_up(tmp_path / "killed", kind=KilledAtCheckpoint)
     again.copies = [tmp_path / "again"]
@@ -243,7 +245,8 @@ def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_fa
 
 @pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
-    "The second and the third save find no room, in the run process and at the trainer: the journal says so, nothing of them is left, the digest is that of a run that had room."
+    """The second and the third save find no room, in the run process and at the trainer:
+    the journal says so, nothing of them is left, the digest is that of a run that had room."""
     import errno
 
     from rlbench.runtime import checkpoints as d
@@ -290,7 +293,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
-    "Saved before the stop, with its queue; resumed, it ends with the steps it was asked for. A command that took effect after the checkpoint is undone and says so."
+    """Saved before the stop, with its queue; resumed, it ends with the steps it was asked for.
+
+    A command that took effect after the checkpoint is undone and says so."""
     table = SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 100}
     stopped = a_run(
         tmp_path / "run",
@@ -343,7 +348,9 @@ def aged(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
-    "What is not in it has its default, and the run that goes on from it is the run that nobody touched. One that lacks what has none is refused by name."
+    """What is not in it has its default, and the run that goes on from it is the run that nobody touched.
+
+    One that lacks what has none is refused by name."""
     whole = a_run(tmp_path / "whole", SYNC)
     drive(whole)
     copy = tmp_path / "killed"
@@ -375,7 +382,8 @@ def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
 
 
 def test_responses_of_an_older_rlbench_under_top_p_are_said_at_resume(tmp_path, capsys):
-    "Its checkpoints have no sampling masks, and no field for them; one of today, or one drawn from all tokens, says nothing."
+    """Its checkpoints have no sampling masks, and no field for them;
+    one of today, or one drawn from all tokens, says nothing."""
     table = {
         "group": 4,
         "batch": 16,
@@ -415,7 +423,8 @@ SCHEMA_1 = Path(__file__).parents[1] / "helpers" / "schema_1_runs.tar.gz"
 
 @pytest.mark.parametrize("name", ["waves", "partial", "episodes"])
 def test_a_run_saved_under_schema_1_continues_as_it_did_then(tmp_path, name):
-    "Killed and resumed runs of the rlbench whose state was one flat record: resumed today they end with the same digest."
+    """Killed and resumed runs of the rlbench whose state was one flat record:
+    resumed today they end with the same digest."""
     shutil.unpack_archive(SCHEMA_1, tmp_path)
     expected = read_json(tmp_path / "digests.json")[name]
     resumed = taken_up(tmp_path / name)

@@ -1,4 +1,5 @@
-"""The client in the manner of OpenAI's: many calls at once, cancelled ones, seeds, and what a trainer reads from an answer."""
+"""The client in the manner of OpenAI's: many calls at once, cancelled ones, seeds,
+and what a trainer reads from an answer."""
 
 import asyncio
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ def user(text: str) -> list[dict]:
 
 
 def test_many_calls_share_the_batch(policy, client):
-    "Thirty-two calls over sixteen slots: each answer is what its request gives alone, to the token and the log-probability."
+    """Thirty-two calls over sixteen slots: each answer is what its request gives alone,
+    to the token and the log-probability."""
     prompts = [f"{i}+{i + 3}=" for i in range(32)]
 
     async def all_at_once():
@@ -233,7 +235,8 @@ def test_routes_of_a_server(client):
 
 
 def test_a_chat_of_three_turns_keeps_its_tokens():
-    "Every prompt begins with the tokens of all turns before it, though the tokenizer would have taken others; a history that was changed is tokenised anew."
+    """Every prompt begins with the tokens of all turns before it, though the tokenizer would have taken others;
+    a history that was changed is tokenised anew."""
     words = ["<end>", "a", "b", "ab", "?"]
 
     def encode(text: str) -> list[int]:

@@ -258,7 +258,8 @@ def test_a_resumed_run_goes_on_to_the_bit(placement, more, tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_is_asked_from_the_version_on_that_swaps_it_in(tmp_path):
-    "From grpo to gae and back while the run lives; the critic's knobs are live, and while nobody asks it learns nothing."
+    """From grpo to gae and back while the run lives; the critic's knobs are live,
+    and while nobody asks it learns nothing."""
     whole = inline_run(tmp_path, "plain", RUN | {"steps": 8, "advantage": "grpo", "critic_warmup": 0})
     third = whole.state.seq // 8
     swaps = [

@@ -1,4 +1,5 @@
-"""The verdict on learning: courses as real runs of the embedded policy have taken them, and what is said at each version."""
+"""The verdict on learning: courses as real runs of the embedded policy have taken them,
+and what is said at each version."""
 
 import json
 from dataclasses import replace
@@ -40,7 +41,8 @@ SETTINGS = {
 
 
 def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> RunHistory:
-    "A course of 20 versions: figures are lists of corners, between which they are straight; exams by version, of 512 tasks."
+    """A course of 20 versions: figures are lists of corners, between which they are straight;
+    exams by version, of 512 tasks."""
     versions = np.arange(1, 21)
     healthy = {
         "entropy": [0.4, 0.05],
@@ -263,7 +265,9 @@ def add_collapse(folder):
 
 
 def test_the_end_of_a_failed_run_repeats_the_diagnosis(tmp_path, capfd):
-    "In the reason of its end, in run.log, in what `why` and the report say: once each. A run that learned until it failed says nothing."
+    """In the reason of its end, in run.log, in what `why` and the report say: once each.
+
+    A run that learned until it failed says nothing."""
     folder = fake_run(tmp_path, "collapsed", state="failed", reason="320 groups in a row were left no reward")
     note_diagnosis(folder)
     assert read_status(folder).reason == "320 groups in a row were left no reward" and not capfd.readouterr().err
@@ -307,7 +311,8 @@ def test_guards_have_short_names():
 
 
 def test_the_recorded_runs_are_diagnosed_as_measured():
-    "Twelve faulty runs and twelve healthy ones, as `rlbench bench diagnosis` recorded them: judged again, without a run."
+    """Twelve faulty runs and twelve healthy ones, as `rlbench bench diagnosis` recorded them:
+    judged again, without a run."""
     told = read_json(files("rlbench.data") / "measured" / "diagnosis_courses.json")
     arms = [read_arm(arm) for arm in told]
     again = judge_arms(arms, {})

@@ -46,7 +46,9 @@ def synchronous():
     ids=lambda value: value if isinstance(value, str) else value.get("generator", "scripted"),
 )
 def test_two_runs_are_one(tmp_path, table, place, staleness, synchronous):
-    "Synchronous, and asynchronous on the virtual clock; scripted actors, and the tiny policy with its tokens, weights and log-probabilities; in one worker and in several."
+    """Synchronous, and asynchronous on the virtual clock;
+    scripted actors, and the tiny policy with its tokens, weights and log-probabilities;
+    in one worker and in several."""
     where = PLACES[place]
     every = min(where.get("publish_every", 1), staleness + 1)
     run = twice(tmp_path, table | where | {"staleness": staleness, "publish_every": every})
@@ -125,7 +127,8 @@ def test_the_policy_that_a_loss_compares_with_changes_at_a_version(tmp_path):
 
 @pytest.mark.slow
 def test_the_last_update_and_the_evaluations_count(tmp_path):
-    "One step each: what differs in nothing but the learning rate, the loss or the temperature of the evaluation shares batches and commands, and is told apart."
+    """One step each: what differs in nothing but the learning rate, the loss or the temperature of the evaluation
+    shares batches and commands, and is told apart."""
     table = TINY | {"steps": 1, "staleness": 0, "optimizer_steps": 2, "clock": "virtual"}
     changes = {
         "base": {},

@@ -142,7 +142,8 @@ SHORT = {
 
 
 def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list[tuple[int, str]]:
-    "From version 2 on nothing can be written, for so many seconds or until a version; the reserve counts as so many bytes. Returns what runs say to run.log, each with the number of events before."
+    """From version 2 on nothing can be written, for so many seconds or until a version;
+    the reserve counts as so many bytes. Returns what runs say to run.log, each with the number of events before."""
     struck, said, flush = [], [], Told.flush
 
     def strikes(driver):
@@ -164,7 +165,8 @@ def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list
     ("seconds", "reserve", "until", "stands"), [(1.5, 1, 1000, True), (1000.0, 4_000_000, 4, False)]
 )
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, seconds, reserve, until, stands):
-    "It trains on while the reserve can take the rows that wait, and stands still when it cannot; the tables are those of a run that always had room."
+    """It trains on while the reserve can take the rows that wait, and stands still when it cannot;
+    the tables are those of a run that always had room."""
     whole = inline_run(tmp_path, "whole", SHORT)
     said = filled(monkeypatch, seconds, reserve, until)
     driver = inline_run(tmp_path, "full", SHORT)
@@ -379,7 +381,8 @@ class WorkerOfLostHost(Recorder):
 
 
 def test_a_lost_host_is_heard_before_its_workers_even_those_that_have_just_been_started(tmp_path):
-    "Otherwise each of them would be started again at once, until no host that has room for it is a reason to give it up."
+    """Otherwise each of them would be started again at once, until no host that has room for it is a reason to give it
+    up."""
     driver = a_driver(tmp_path, "split", generators=3)
     news = ClusterNews()
     driver.hosts.cluster = SimpleNamespace(news=news, places={}, agents={}, close=lambda: None)

@@ -1,4 +1,5 @@
-"""Whether a run trains on a fair sample of what it generates: discarding stragglers starves hard tasks and the meter says so, pacing does not."""
+"""Whether a run trains on a fair sample of what it generates:
+discarding stragglers starves hard tasks and the meter says so, pacing does not."""
 
 import polars as pl
 import pytest
@@ -8,7 +9,8 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.runtime.drop_bias import EndedAttempt, bias_of, describe_bias, lost_by_level
 from rlbench.views.report import write_report
 
-# Three levels, each three times as long as the one before, and a trainer that is done with a batch before a response of level 2 is.
+# Three levels, each three times as long as the one before, and a trainer that is done with a batch before a response of
+# level 2 is.
 HARD_IS_LONG = {
     "steps": 40,
     "group": 4,

@@ -169,7 +169,8 @@ def test_a_run_goes_on_without_one_that_is_given_up_and_ends_without_any():
 
 @pytest.mark.parametrize("turns", [1, 4])
 def test_losses_in_a_whole_run_on_modelled_actors(turns):
-    "The watch of `World` looks at each scoring: it is with one environment, which is up, with the least to do or with the episode."
+    """The watch of `World` looks at each scoring: it is with one environment, which is up,
+    with the least to do or with the episode."""
     config = make_config(
         {**SHORT, "clock": "virtual", "generator": "scripted", "environments": 3, "steps": 12, "max_turns": turns}
     )

@@ -1,4 +1,5 @@
-"""The panel in front ends other than JupyterLab: only widgets that every widget manager has, and without widgets a picture that is renewed."""
+"""The panel in front ends other than JupyterLab: only widgets that every widget manager has,
+and without widgets a picture that is renewed."""
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher

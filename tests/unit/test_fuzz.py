@@ -1,6 +1,8 @@
-"""Drawn configurations and commands: each is refused by name or runs to its end with closed books; and what the drawing has found.
+"""Drawn configurations and commands: each is refused by name or runs to its end with closed books;
+and what the drawing has found.
 
-More of them by hand: `python tests/helpers/fuzz.py 2000` (about ten minutes), which prints how many were refused, ran and do not hold.
+More of them by hand: `python tests/helpers/fuzz.py 2000` (about ten minutes), which prints how many were refused,
+ran and do not hold.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Generators at length: independence over 200 rollouts, the protocol for several model shapes, rebuilds against a fresh forward pass."""
+"""Generators at length: independence over 200 rollouts, the protocol for several model shapes,
+rebuilds against a fresh forward pass."""
 
 import numpy as np
 import pytest
@@ -216,7 +217,8 @@ def test_a_shared_budget_preempts_and_changes_no_token():
 
 @pytest.mark.slow
 def test_random_traffic_keeps_the_books():
-    "Submits, aborts, resumes, loads and concurrency changes at random: every request answered once per attempt, all tokens counted."
+    """Submits, aborts, resumes, loads and concurrency changes at random:
+    every request answered once per attempt, all tokens counted."""
     model, other = build(), build(seed=1)
     weights = [model.state_dict(), {n: t.clone() for n, t in other.state_dict().items()}]
     for seed in range(4):

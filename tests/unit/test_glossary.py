@@ -1,4 +1,5 @@
-"""The glossary and the code say the same: every name on the page exists, and every noun of the tables is on the page."""
+"""The glossary and the code say the same: every name on the page exists,
+and every noun of the tables is on the page."""
 
 import ast
 import json
@@ -104,7 +105,8 @@ def words_of(name: str) -> list[str]:
 
 
 def test_every_name_on_the_page_exists():
-    "The third column names classes, parts of classes, columns, fields of the configuration and functions that are there."
+    """The third column names classes, parts of classes, columns, fields of the configuration and functions that are
+    there."""
     assert len(entries()) > 100
     wrong = [name for *_, places in entries() for name in re.findall(r"`([^`]+)`", places) if not is_there(name)]
     assert not wrong, wrong

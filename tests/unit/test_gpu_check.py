@@ -1,4 +1,5 @@
-"""`rlbench gpu-check` on a CPU: each check fails when its subject is broken, results are kept, and the page says it all."""
+"""`rlbench gpu-check` on a CPU: each check fails when its subject is broken, results are kept,
+and the page says it all."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,5 @@
-"""Wrong guesses: names of other trainers, unknown fields, folders in place of configurations; and how a refusal looks."""
+"""Wrong guesses: names of other trainers, unknown fields, folders in place of configurations;
+and how a refusal looks."""
 
 import pytest
 from fake_run import fake_run

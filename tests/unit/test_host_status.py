@@ -1,4 +1,6 @@
-"Hosts as people see them: status, column, verb, table, card, why. Host names are made up; runs on real hosts are tested elsewhere."
+"""Hosts as people see them: status, column, verb, table, card, why.
+
+Host names are made up; runs on real hosts are tested elsewhere."""
 
 import json
 from dataclasses import asdict, replace

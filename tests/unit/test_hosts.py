@@ -1,4 +1,6 @@
-"Hosts in the loop: what one event does, beside moves, resumes and checkpoints. `test_loop.py` has the random interleavings."
+"""Hosts in the loop: what one event does, beside moves, resumes and checkpoints.
+
+`test_loop.py` has the random interleavings."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The loop over random configurations: books that close, no deadlock, nothing trained over the bound, and the same run twice."""
+"""The loop over random configurations: books that close, no deadlock, nothing trained over the bound,
+and the same run twice."""
 
 import random
 import time
@@ -36,7 +37,9 @@ from rlbench.runtime.run_context import Workers
 @examples(150)
 @given(RANDOMS, st.integers(0, 2))
 def test_books_bound_and_repeat(r, trouble):
-    "Whatever happens: the watch in `world` looks at every action, the run ends, and it ends the same way twice. `trouble`: none, commands, or faults, too."
+    """Whatever happens: the watch in `world` looks at every action, the run ends, and it ends the same way twice.
+
+    `trouble`: none, commands, or faults, too."""
     seed, commands, faults = r.randrange(10**9), trouble > 0, trouble > 1
     world = a_world(seed, commands, faults).run()
     config = world.state.config
@@ -68,8 +71,9 @@ def test_books_bound_and_repeat(r, trouble):
 @examples(120)
 @given(RANDOMS)
 def test_hosts_come_and_go(r):
-    """Hosts are lost and join at random, between other losses and restarts: no actor is started twice or on a lost host,
-    none is charged a restart, each loss is one alert, the books close, and the run ends the same way twice."""
+    """Hosts are lost and join at random, between other losses and restarts:
+    no actor is started twice or on a lost host, none is charged a restart, each loss is one alert, the books close,
+    and the run ends the same way twice."""
     seed = r.randrange(10**9)
     world = a_world_of_hosts(seed).run()
     alerts = Counter(row.author for row in world.watch.commands if row.knob == "alert")
@@ -258,7 +262,8 @@ def test_lost_before_it_ever_started():
 
 
 def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
-    "An actor that loses its work without a word: an error that shows the state, not a quiet wait; and the books close even then."
+    """An actor that loses its work without a word: an error that shows the state, not a quiet wait;
+    and the books close even then."""
 
     class Forgetful(Workers):
         def submit(self, actor, message):
@@ -284,7 +289,8 @@ def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
 
 
 def test_refused_commands_have_their_reason_in_the_table(tmp_path):
-    "Commands as people send them, files in the run's folder: unknown, fixed, out of range, not a whole number of groups."
+    """Commands as people send them, files in the run's folder:
+    unknown, fixed, out of range, not a whole number of groups."""
     folder = create_run_folder(tmp_path, "a")
     (folder / "config.toml").write_text(to_toml(small()))
     for knob, value in (("temprature", 0.5), ("seed", 3), ("temperature", 99), ("batch", 18), ("temperature", 0.5)):
@@ -306,7 +312,8 @@ def test_refused_commands_have_their_reason_in_the_table(tmp_path):
 
 
 def test_what_the_generators_were_not_built_for_is_refused(tmp_path):
-    "A longer response than there is room for would be lost again and again; a shorter one is a knob like any other, and so is the way back."
+    """A longer response than there is room for would be lost again and again;
+    a shorter one is a knob like any other, and so is the way back."""
     told = [(10, "max_tokens", 128, 0), (20, "max_tokens", 16, 0), (30, "max_tokens", 64, 0)]
     rows = read_table(inline_run(tmp_path, "room", SMALL, told).folder, "commands").to_dicts()
     assert [(r["value"], r["status"]) for r in rows] == [
@@ -331,7 +338,8 @@ def world_with_slow_link(delay_s: float) -> World:
 
 
 def test_a_slow_link_does_not_hold_back_the_other_generators():
-    "Weights that come late to one generator cost what it would have done: training goes on, evaluations happen, the bound holds."
+    """Weights that come late to one generator cost what it would have done:
+    training goes on, evaluations happen, the bound holds."""
     usual, slow = world_with_slow_link(0.02), world_with_slow_link(5.0)
     assert slow.state.version == 30 and max(slow.watch.lags) <= 2
     assert slow.now < 1.5 * usual.now

@@ -1,4 +1,5 @@
-"""Checkpoints of several families, from the Hub's format to a trained policy and back, and what the output layer costs."""
+"""Checkpoints of several families, from the Hub's format to a trained policy and back,
+and what the output layer costs."""
 
 import numpy as np
 import pytest
@@ -96,7 +97,8 @@ def test_a_saved_mixture_of_experts_has_the_names_of_its_checkpoint(name, tmp_pa
 
 
 class Widest(TorchDispatchMode):
-    "Notes the most elements of any tensor over the vocabulary, forward and backward; the output layer's own weight, turned, is none."
+    """Notes the most elements of any tensor over the vocabulary, forward and backward;
+    the output layer's own weight, turned, is none."""
 
     def __init__(self):
         super().__init__()

@@ -65,7 +65,8 @@ def test_a_synchronous_run_does_not_notice(tmp_path, table):
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_an_asynchronous_run_keeps_what_was_written(tmp_path, staleness):
-    "What is in flight is stopped and goes on with its tokens: nothing ends as aborted, the books close, nothing is over the bound."
+    """What is in flight is stopped and goes on with its tokens:
+    nothing ends as aborted, the books close, nothing is over the bound."""
     moved = inline_run(
         tmp_path,
         "moved",

@@ -23,11 +23,15 @@ def test_every_new_place_is_there():
 
 
 def test_a_function_captured_before_the_move_runs(tmp_path):
-    "Its imports by the old names lead to the new places: of modules, of names that left their module, and of a module under another name."
+    """Its imports by the old names lead to the new places:
+    of modules, of names that left their module, and of a module under another name."""
     source = (
         "from rlbench.reward import process_worth as process_worth\nfrom rlbench.steps import steps_of as steps_of\n"
         "import rlbench.capacity as capacity\nfrom rlbench.records import Rollout as Rollout\n\n"
-        "def mine(r, weight=0.5):\n    from rlbench.compare import compare\n    return weight * len(steps_of('7+5=2c1;1+2=4c0:42', '17+25=')) * callable(compare) * callable(process_worth) * callable(capacity.cpu_flags)\n"
+        "def mine(r, weight=0.5):\n"
+        "    from rlbench.compare import compare\n"
+        "    return weight * len(steps_of('7+5=2c1;1+2=4c0:42', '17+25=')) * callable(compare) * "
+        "callable(process_worth) * callable(capacity.cpu_flags)\n"
     )
     name = save_function(Captured("mine", source), tmp_path)
     assert load_function(tmp_path / name)(None) == 1.0

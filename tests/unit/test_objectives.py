@@ -1,4 +1,5 @@
-"""Every formula of the dictionaries: gradients, enumeration on tabular policies, and what must not matter (padding, row order, the split). A new member is tested by being there."""
+"""Every formula of the dictionaries: gradients, enumeration on tabular policies, and what must not matter (padding,
+row order, the split). A new member is tested by being there."""
 
 import inspect
 import math
@@ -80,7 +81,8 @@ def _phi(whole_R1, advantages_RT):
 
 
 def data(seed=0, rows=6, width=7, per_token=False):
-    "A batch: random log-probabilities, prompts, observations and padding masked, one row without any token, advantages of both signs, one per rollout or per token."
+    """A batch: random log-probabilities, prompts, observations and padding masked, one row without any token,
+    advantages of both signs, one per rollout or per token."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(scale, *shape):
@@ -156,7 +158,8 @@ def correct(correction, d):
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_signatures_keep_the_contract(kind):
-    "Plain parameters are the given ones and known ingredients; knobs are keyword-only, have a help text or choices, and their defaults pass their own check."
+    """Plain parameters are the given ones and known ingredients;
+    knobs are keyword-only, have a help text or choices, and their defaults pass their own check."""
     for name, function in TABLES[kind].items():
         assert set(ingredients_of(function, GIVEN[kind])) <= INGREDIENTS[kind], name
         assert dict(resolve_named(kind, TABLES[kind], name).params) == {
@@ -230,7 +233,8 @@ def test_no_gradient_reaches_the_past(name):
 
 @every(ALL_LOSSES)
 def test_expected_gradient_on_a_tabular_policy(name):
-    "All sequences of two tokens of four: at the policy that sampled, the expected gradient is minus that of the expected reward; for imitation it is 0."
+    """All sequences of two tokens of four: at the policy that sampled, the expected gradient is minus that of the
+    expected reward; for imitation it is 0."""
     g = torch.Generator().manual_seed(5)
     first_A = torch.randn(4, generator=g, dtype=torch.float64).requires_grad_()
     second_AA = torch.randn(4, 4, generator=g, dtype=torch.float64).requires_grad_()
@@ -287,7 +291,8 @@ def test_what_must_not_matter_to_a_loss(name, per_token):
 
 @every(ALL_LOSSES)
 def test_flags_say_where_the_gradient_went(name):
-    "A clipped objective has no gradient where it is flagged and only there; a clipped weight has that of its bound; a spring stays."
+    """A clipped objective has no gradient where it is flagged and only there; a clipped weight has that of its bound;
+    a spring stays."""
     d = data(2, rows=60)
     _, gradient_RT, terms = weigh(ALL_LOSSES[name], AGGREGATIONS["sequence_sum"], d)
     flagged_RT = (terms.clipped_low_RT | terms.clipped_high_RT) & d.mask_RT
@@ -347,7 +352,9 @@ def test_aggregations(name):
 
 @every(ALL_CORRECTIONS)
 def test_a_correction_is_a_weight_without_gradient(name):
-    "At least 0, finite, 1 where sampler and trainer agree; the gradient of a weighted loss is the weight times that of the loss, also when the policy in training is the numerator."
+    """At least 0, finite, 1 where sampler and trainer agree;
+    the gradient of a weighted loss is the weight times that of the loss,
+    also when the policy in training is the numerator."""
     d = data(3)
     live_RT = d.logprobs_RT.clone().requires_grad_()
     d.old_RT = live_RT
@@ -425,7 +432,8 @@ def test_what_asks_for_the_whole_batch_needs_it():
 
 @pytest.mark.parametrize("name", ["tis", "mis", "icepop", "decoupled", "sequence_tis", "sequence_mis", "m2po"])
 def test_wide_bounds_are_importance_sampling(name):
-    "One decision, enumerated: with bounds out of the way the weighted mean under the sampler is the mean under the trainer."
+    """One decision, enumerated: with bounds out of the way the weighted mean under the sampler is the mean under the
+    trainer."""
     g = torch.Generator().manual_seed(1)
     policy_A, sampler_A = (torch.randn(8, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
     reward_A = torch.rand(8, generator=g, dtype=torch.float64)
@@ -472,7 +480,8 @@ def test_log_linear_splits_the_ratio():
 
 @every(KLS)
 def test_gradient_of_a_kl(name):
-    "Finite differences; one value per token, so neither padding nor the split can matter; large log-ratios stay finite."
+    """Finite differences; one value per token, so neither padding nor the split can matter;
+    large log-ratios stay finite."""
     d = data(4)
 
     def value(leaf_RT, e=d):
@@ -491,7 +500,9 @@ def test_gradient_of_a_kl(name):
 
 @every(KLS)
 def test_expected_gradient_of_a_kl(name):
-    "By enumeration: what each does as a loss on its own samples. A new estimate has to say which divergence it descends."
+    """By enumeration: what each does as a loss on its own samples.
+
+    A new estimate has to say which divergence it descends."""
     g = torch.Generator().manual_seed(2)
     logits_A = torch.randn(10, generator=g, dtype=torch.float64).requires_grad_()
     reference_A = torch.randn(10, generator=g, dtype=torch.float64).log_softmax(0)
@@ -518,7 +529,8 @@ def test_expected_gradient_of_a_kl(name):
 
 @every(SCHEDULES)
 def test_schedules_start_at_the_configured_weight(name):
-    "At version 0 and before anything is measured the weight is the configured one; whatever is measured, it stays a finite number of at least 0."
+    """At version 0 and before anything is measured the weight is the configured one;
+    whatever is measured, it stays a finite number of at least 0."""
     assert call_with_ingredients(SCHEDULES[name], 0.05, 0) == 0.05
     for measured in (0.0, -1.0, 1e9, float("nan"), float("inf")):
         weight = call_with_ingredients(SCHEDULES[name], 0.05, 10**9, last=0.04, measured=measured, rollouts=10**9)
@@ -554,7 +566,8 @@ def batch_there(rewards_R, groups_R, lengths_R=None, width=4, memory=None):
 
 
 def advantages(name, rewards_R, there, per_token=True):
-    "Advantages [R, T] of a batch, group-wise functions group by group, 0 outside the mask; `per_token` False: as returned."
+    """Advantages [R, T] of a batch, group-wise functions group by group, 0 outside the mask; `per_token` False:
+    as returned."""
     function, rewards_R = ALL_ADVANTAGES[name], np.asarray(rewards_R, float)
     if {"groups_R", "mask_RT"} & set(ingredients_of(function, 1)):
         found = call_with_ingredients(function, rewards_R, **there)
@@ -594,7 +607,8 @@ def test_advantages_of_a_batch(name):
 
 @every(ALL_ADVANTAGES)
 def test_what_must_not_matter_to_an_advantage(name):
-    "The order of rollouts, padding with any numbers in it, the names of the groups, observation tokens in between; and the arguments come back as they were."
+    """The order of rollouts, padding with any numbers in it, the names of the groups, observation tokens in between;
+    and the arguments come back as they were."""
     there = batch_there(REWARDS, GROUPS, LENGTHS)
     before = {k: np.array(v, copy=True) for k, v in there.items() if k != "memory"}
     found = advantages(name, REWARDS, there | {"memory": {}})
@@ -646,7 +660,8 @@ def test_no_reward_no_advantage(name):
 
 @every(ALL_ADVANTAGES)
 def test_degenerate_batches(name):
-    "Nobody judged, nobody there, a row without a token, equal rewards, a group of one: numbers or NaN, never an error, never dust blown up."
+    """Nobody judged, nobody there, a row without a token, equal rewards, a group of one:
+    numbers or NaN, never an error, never dust blown up."""
     with np.errstate(all="raise"):
         nobody = np.full(4, np.nan)
         assert np.isnan(advantages(name, nobody, batch_there(nobody, [1, 1, 2, 2]), per_token=True)[:, 1:3]).all()
@@ -684,7 +699,9 @@ EXACT = {  # the signal in a group of three, as a multiple of the true gradient
 @every(ALL_ADVANTAGES)
 @pytest.mark.parametrize("p", [0.2, 0.5, 0.7])
 def test_expected_gradient_of_an_advantage(name, p):
-    "A policy with one parameter, the logit of being right: over all outcomes of a group of three the estimate points up, and is the multiple of the true gradient that it claims to be. For distillation it is minus the gradient of the KL to the teacher."
+    """A policy with one parameter, the logit of being right:
+    over all outcomes of a group of three the estimate points up, and is the multiple of the true gradient that it
+    claims to be. For distillation it is minus the gradient of the KL to the teacher."""
     outcomes = np.array(list(product([0.0, 1.0], repeat=3)))
     chance = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
     teacher, true = 0.6, p * (1 - p)
@@ -715,7 +732,8 @@ def test_expected_gradient_of_an_advantage(name, p):
 
 
 def test_returns_are_what_the_critic_should_have_said():
-    "With lambda 1 the returns are the rewards that follow, whatever the critic said; a critic that says them has no advantage left."
+    """With lambda 1 the returns are the rewards that follow, whatever the critic said;
+    a critic that says them has no advantage left."""
     there = batch_there(REWARDS, GROUPS, LENGTHS)
     advantages_RT, returns_RT = call_with_ingredients(partial(gae, lam=1.0), REWARDS, **there)
     right, nothing = (
@@ -731,7 +749,8 @@ def test_returns_are_what_the_critic_should_have_said():
 
 @every(ALL_ADVANTAGES)
 def test_the_filter_can_ask_about_every_advantage(name):
-    "From the rewards of one group alone, bound or not: a mixed group is informative; an equal one is only to those that need no group."
+    """From the rewards of one group alone, bound or not: a mixed group is informative;
+    an equal one is only to those that need no group."""
     for advantage in (
         ALL_ADVANTAGES[name],
         partial(ALL_ADVANTAGES[name], **{k: default for k, (_, default) in knobs_of(ALL_ADVANTAGES[name]).items()}),

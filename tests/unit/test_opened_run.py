@@ -348,7 +348,8 @@ def long_answers(record: dict) -> dict:
 
 
 def test_only_what_is_new_is_made_again(tmp_path, monkeypatch):
-    "A step that arrives leaves the segments of the steps before it as they are, and the tables are those of a new look."
+    """A step that arrives leaves the segments of the steps before it as they are,
+    and the tables are those of a new look."""
     place = tmp_path / "july"
     shutil.copytree(FOREIGN / "prime_rl" / "july", place)
     for path in (place / "rollouts").rglob("traces.jsonl"):

@@ -26,7 +26,8 @@ def finished_run(root, name: str):
 
 
 def test_tags_and_note_are_shown_and_changed(tmp_path):
-    "The line under the strip shows them; the fields write the file that `rlbench tag` and `run.write_note` write, and no command."
+    """The line under the strip shows them; the fields write the file that `rlbench tag` and `run.write_note` write,
+    and no command."""
     folder = finished_run(tmp_path, "labelled")
     run = attach(folder)
     run.tag("base", "b")
@@ -120,7 +121,8 @@ def test_all_live_knobs_have_a_control():
 
 
 def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path):
-    "When learning collapses the card of training health comes first; a fork is offered only where there is a checkpoint to fork from."
+    """When learning collapses the card of training health comes first;
+    a fork is offered only where there is a checkpoint to fork from."""
     asked, folder = [], fake_run(tmp_path, "worse", batches=0, state="running", closed=False, evals=False)
     (folder / "config.toml").write_text(to_toml(load_config({})))
     rng, ledger = np.random.default_rng(0), Ledger(folder, 0)

@@ -111,7 +111,21 @@ def test_files_ranges_tables_and_a_config_json(tmp_path):
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     (tmp_path / "mine.toml").write_text("[gpu.Mine]\npeak = 100\nmemory = 40\nbandwidth = 1.0\nhour = 0.5\n")
     (tmp_path / "a.toml").write_text(
-        '[model]\nconfig = "m/config.json"\n[generators]\ngpu = "Mine"\ngpus = 2\n[trainer]\ngpus = 1\n[rollouts]\nresponse = [50, 60, 80]\nsolve = [1.0, 2.0]\n[run]\nbatch = 64\ngroup = 8\nconcurrency = [8, 16, 16]\nstaleness = 1\n'
+        "[model]\n"
+        'config = "m/config.json"\n'
+        "[generators]\n"
+        'gpu = "Mine"\n'
+        "gpus = 2\n"
+        "[trainer]\n"
+        "gpus = 1\n"
+        "[rollouts]\n"
+        "response = [50, 60, 80]\n"
+        "solve = [1.0, 2.0]\n"
+        "[run]\n"
+        "batch = 64\n"
+        "group = 8\n"
+        "concurrency = [8, 16, 16]\n"
+        "staleness = 1\n"
     )
     found = load_plan(tmp_path / "a.toml", {"rollouts.sigma": 0.2}, tmp_path / "mine.toml")
     assert (

@@ -92,7 +92,8 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch):
 
 
 def test_a_configuration_whose_tokens_are_of_another_policy_is_told():
-    "Older tokens that nothing weighs, and tokens left out by `top_p` or `top_k` where the generator does not say which. No preset does either."
+    """Older tokens that nothing weighs, and tokens left out by `top_p` or `top_k` where the generator does not say
+    which. No preset does either."""
 
     def told(**table):
         return [note.fields for note in notes_on(load_config("tiny", {"optimizer_steps": 2, **table}))]

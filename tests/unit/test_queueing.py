@@ -1,4 +1,5 @@
-"The closed forms: published values, edges, refusals, inverses, and a few of them against drawn numbers and the simulator."
+"""The closed forms: published values, edges, refusals, inverses, and a few of them against drawn numbers and the
+simulator."""
 
 import random
 from math import exp, inf
@@ -161,7 +162,8 @@ def test_groups_of_one_kind():
 
 
 def test_a_cold_start_by_drawing():
-    "The first batch of groups of 8 with 240 slots that are used again, against the form: smaller, equal and larger batches."
+    """The first batch of groups of 8 with 240 slots that are used again, against the form:
+    smaller, equal and larger batches."""
     import heapq
 
     for batch, sigma in ((80, 0.4), (104, 0.2), (160, 0.3), (240, 0.3), (960, 0.5)):

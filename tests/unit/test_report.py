@@ -1,4 +1,5 @@
-"""The report of run folders of every kind: finished, stopped, failed, empty, live, long, damaged; and what is inside the page."""
+"""The report of run folders of every kind: finished, stopped, failed, empty, live, long, damaged;
+and what is inside the page."""
 
 import json
 import re
@@ -211,5 +212,8 @@ def test_a_long_run_is_reported_in_seconds(tmp_path):
 
 def test_the_report_needs_neither_torch_nor_plotly(tmp_path):
     folder = fake_run(tmp_path)
-    program = f"import sys; from rlbench.views.report import write_report; write_report({str(folder)!r}); assert not {{'torch', 'transformers', 'plotly'}} & set(sys.modules)"
+    program = (
+        f"import sys; from rlbench.views.report import write_report; write_report({str(folder)!r}); assert not "
+        f"{{'torch', 'transformers', 'plotly'}} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=400)

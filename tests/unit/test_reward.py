@@ -129,7 +129,8 @@ def test_a_crashing_function_stops_nobody_else():
 
 
 def test_what_a_response_makes_a_function_raise_is_the_responses_failure():
-    "Tried against the task's own answer: where that is judged, the response is wrong; where that fails, too, the function is, and there is no reward."
+    """Tried against the task's own answer: where that is judged, the response is wrong;
+    where that fails, too, the function is, and there is no reward."""
 
     def parses(response, answer):
         return int(response) == int(answer)

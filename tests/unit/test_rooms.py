@@ -39,7 +39,8 @@ def numbers() -> dict[str, int]:
 
 
 def test_no_arrow_leads_upwards(capsys):
-    "The graph of rooms, printed with `pytest -s`: a room imports from lower floors only, imports inside functions included."
+    """The graph of rooms, printed with `pytest -s`: a room imports from lower floors only,
+    imports inside functions included."""
     graph = room_graph()
     with capsys.disabled():
         print()
@@ -103,7 +104,8 @@ def test_a_module_may_import_rlbench_itself_only_above_its_names():
 
 
 def test_a_notebook_stands_where_its_module_does():
-    "`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`, and every module has its notebook; a page may export one, too."
+    """`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`, and every module has its notebook;
+    a page may export one, too."""
     found = notebooks_of_modules()
     assert sorted(found) == modules()
     assert {module: path.name for module, path in found.items() if module in PAGE_MODULES} == PAGE_MODULES

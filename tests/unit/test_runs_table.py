@@ -1,4 +1,5 @@
-"""`rl.runs()`: two hundred runs, what moves is read again and nothing else, and what the table shows of a report and a comparison."""
+"""`rl.runs()`: two hundred runs, what moves is read again and nothing else,
+and what the table shows of a report and a comparison."""
 
 import json
 import shutil
@@ -37,7 +38,8 @@ def shown(table: RunsTable) -> list[str]:
 
 
 def test_two_hundred_runs_open_in_two_seconds(many):
-    "The table with its first page; the browser's share comes on top (in JupyterLab, fresh kernel, two cores: 0.8 to 1.0 s in all, up to 1.9 s at a load of 6)."
+    """The table with its first page; the browser's share comes on top (in JupyterLab, fresh kernel, two cores:
+    0.8 to 1.0 s in all, up to 1.9 s at a load of 6)."""
     taken = []
     for _ in range(2):  # the first imports polars, too
         began = time.perf_counter()
@@ -53,7 +55,8 @@ def test_two_hundred_runs_open_in_two_seconds(many):
 
 @pytest.mark.slow
 def test_rates_are_read_of_the_runs_in_view(many):
-    "Opening reads the held-out rates of one page, another page reads its own, and a sort or a condition on them reads all."
+    """Opening reads the held-out rates of one page, another page reads its own,
+    and a sort or a condition on them reads all."""
     table = RunsTable(many)
 
     def rated():

@@ -1,4 +1,5 @@
-"Sampling masks: the tokens that top_p and top_k left travel with the token drawn, and training divides by the same set."
+"""Sampling masks: the tokens that top_p and top_k left travel with the token drawn,
+and training divides by the same set."""
 
 import json
 import pickle
@@ -134,7 +135,8 @@ def test_sampler_and_trainer_agree_over_the_tokens_that_were_kept():
 
 
 def test_gradients_are_those_of_the_distribution_over_the_kept_tokens():
-    "Of log-probability and entropy, against a reference that takes the kept logits out one token at a time; tokens without a mask among them."
+    """Of log-probability and entropy, against a reference that takes the kept logits out one token at a time;
+    tokens without a mask among them."""
     model, segments = small(), responses(small(), dict(top_p=0.7), count=4)
     segments[1] = replace(segments[1], sampling_mask=None)
     tokens_RT, lengths_R, _, masks = laid_out(segments)
@@ -172,7 +174,8 @@ def test_gradients_are_those_of_the_distribution_over_the_kept_tokens():
 
 
 def test_a_batch_is_trained_over_its_masks():
-    "At the batch's start sampler and trainer agree, also in a share of the rows and after demonstrations joined; a reference equal to the policy is at no distance."
+    """At the batch's start sampler and trainer agree, also in a share of the rows and after demonstrations joined;
+    a reference equal to the policy is at no distance."""
     model = small()
     for temperature, sampling in ((1.0, dict(top_p=0.8)), (1.3, dict(top_k=4, temperature=1.3))):
         made = rollouts(responses(model, sampling), temperature)
@@ -206,7 +209,8 @@ def test_a_batch_is_trained_over_its_masks():
 
 
 def test_a_partial_goes_on_with_its_mask():
-    "Stopped, saved as in a checkpoint and taken up again by another generator, a response has the tokens and the masks of one that was never stopped."
+    """Stopped, saved as in a checkpoint and taken up again by another generator,
+    a response has the tokens and the masks of one that was never stopped."""
     model, sampling = small(), Sampling(1.0, 0.8, 0, 16)
     whole = dict(enumerate(responses(model, dict(top_p=0.8), 6)))
     first, second = (TorchGenerator(model, max_length=32, slots=4) for _ in range(2))
@@ -240,7 +244,8 @@ def test_a_partial_goes_on_with_its_mask():
 
 
 def test_what_is_kept_is_bounded():
-    "A flat distribution keeps as many tokens as may travel, is drawn from those alone, and a top_k beyond them is refused."
+    """A flat distribution keeps as many tokens as may travel, is drawn from those alone,
+    and a top_k beyond them is refused."""
     logits_RV, ones = torch.randn(3, 4000) * 1e-3, np.ones(3)
     token, logprob, kept = draw_tokens(
         logits_RV, uniform_numbers(np.arange(3, dtype=np.uint64), np.zeros(3, int)), ones, ones * 0.95, np.zeros(3, int)
@@ -324,7 +329,8 @@ def test_tables_and_answers_keep_the_mask():
 
 
 def test_the_draw_for_vllm_hands_its_masks_on():
-    "Rows for vLLM: the drawn token's log-probability is that over the tokens kept, whose ids come with it; a request's name travels with its row."
+    """Rows for vLLM: the drawn token's log-probability is that over the tokens kept, whose ids come with it;
+    a request's name travels with its row."""
     torch.manual_seed(1)
     logits_RV = torch.randn(3, 200)
     asked = [(5, 2, 1.0, 0.9, 0, "a"), (6, 0, 0.7, 0.8, 9, "b"), (7, 0, 1.0, 1.0, 0, "c")]

@@ -1,4 +1,5 @@
-"""The service's own protobuf, compared with the official client's: requests as the client writes them, answers as it reads them."""
+"""The service's own protobuf, compared with the official client's:
+requests as the client writes them, answers as it reads them."""
 
 import numpy as np
 import pytest

@@ -45,7 +45,8 @@ def sample(**more):
     ],
 )
 def test_names_are_never_paths(name):
-    "A name of saved weights with a slash, a dot first, a space or anything else odd is refused, in names and addresses."
+    """A name of saved weights with a slash, a dot first, a space or anything else odd is refused,
+    in names and addresses."""
     if name is not None:
         with pytest.raises(RefusedRequest, match="path: .* is not a name"):
             ask("save_weights_for_sampler", model_id="m", seq_id=1, path=name)

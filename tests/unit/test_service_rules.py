@@ -1,4 +1,5 @@
-"""The training service on a virtual clock: order, idempotence, promises, tenants, quotas, and what losses leave behind."""
+"""The training service on a virtual clock: order, idempotence, promises, tenants, quotas,
+and what losses leave behind."""
 
 import json
 
@@ -153,7 +154,8 @@ def test_a_request_that_kills_the_trainer_fails_and_the_others_go_on(tmp_path):
 
 
 def test_promises_are_held_and_answered_at_once_when_they_are_done(tmp_path):
-    "A call for a result waits ten seconds, then hears that it has to ask again; one that waits hears the result when it is there."
+    """A call for a result waits ten seconds, then hears that it has to ask again;
+    one that waits hears the result when it is there."""
     world = ServiceWorld(tmp_path)
     model = make_model(world)
     promise = world.call("a", "optim_step", step_body(model, 1)).json["request_id"]
@@ -243,7 +245,8 @@ def test_quotas_hold_and_are_given_back(tmp_path):
 
 
 def test_nobody_sees_what_is_another_tenants(tmp_path):
-    "Models, samplers, weights, sessions and promises of a are unknown to b, in the same words as those that never were."
+    """Models, samplers, weights, sessions and promises of a are unknown to b,
+    in the same words as those that never were."""
     world = ServiceWorld(tmp_path)
     model = make_model(world)
     session = model.partition(":")[0]
@@ -273,7 +276,8 @@ def test_nobody_sees_what_is_another_tenants(tmp_path):
 
 
 def test_saved_weights_come_back_in_a_new_model_and_in_a_sampler(tmp_path):
-    "Create-via-load continues with the weights and the optimizer; a sampler on the saved weights draws with them; all of it after a restart, too."
+    """Create-via-load continues with the weights and the optimizer; a sampler on the saved weights draws with them;
+    all of it after a restart, too."""
     world = ServiceWorld(tmp_path)
     model = make_model(world)
     for seq in (1, 2):

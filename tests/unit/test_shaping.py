@@ -48,7 +48,8 @@ def some(known: GroupFacts, order) -> GroupFacts:
 @examples(100)
 @given(r=RANDOMS)
 def test_order_and_missing_rewards_do_not_matter(name, r):
-    "Members in another order get the same rewards; one without a reward gets none, and takes no part in anybody else's."
+    """Members in another order get the same rewards; one without a reward gets none,
+    and takes no part in anybody else's."""
     shaping, (rewards_R, known) = SHAPINGS[name], a_group(r.randrange(10**9))
     shaped_R = shape_rewards(shaping, rewards_R, known)
     order = r.sample(range(len(rewards_R)), len(rewards_R))
@@ -60,7 +61,8 @@ def test_order_and_missing_rewards_do_not_matter(name, r):
 
 @pytest.mark.parametrize("name", SHAPINGS)
 def test_edges(name):
-    "A group of one, nobody judged, everybody alike: finite numbers or NaN, and the rewards that came in are not touched."
+    """A group of one, nobody judged, everybody alike: finite numbers or NaN,
+    and the rewards that came in are not touched."""
     shaping = SHAPINGS[name]
     for seed in range(10):
         rewards_R, known = a_group(seed, 1)
@@ -115,7 +117,8 @@ def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
 
 @pytest.mark.slow
 def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
-    "A response that was cut off ends as masked though its group is trained; a group with fewer than two others is filtered."
+    """A response that was cut off ends as masked though its group is trained;
+    a group with fewer than two others is filtered."""
     for staleness in (0, 1):
         driver = inline_run(
             tmp_path,
@@ -145,7 +148,8 @@ def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("filter", ["zero_advantage", "band", "none"])
 def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path, filter):
-    "Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget of tokens is spent."
+    """Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget
+    of tokens is spent."""
     driver = inline_run(
         tmp_path, filter, SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 1, "filter": filter, "tokens": 3000}
     )
@@ -158,7 +162,8 @@ def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path
 
 @pytest.mark.slow
 def test_another_shaping_takes_effect_at_a_version_and_is_journalled(tmp_path):
-    "Swapped twice in one run; groups that waited under the old one are judged under the new one; a run told the same is the same."
+    """Swapped twice in one run; groups that waited under the old one are judged under the new one;
+    a run told the same is the same."""
     told = [
         (150, "shaping", {"name": "kimi_length", "weight": 0.5}, 0),
         (300, "shaping.weight", 1.0, 3),
@@ -252,7 +257,8 @@ def test_bad_input_is_refused(tmp_path):
 
 
 def test_a_shaping_is_tried_on_what_is_stored(tmp_path):
-    "Parts, lengths and stop reasons come from the tables; an advantage is tried on rewards as the shaping in force leaves them."
+    """Parts, lengths and stop reasons come from the tables;
+    an advantage is tried on rewards as the shaping in force leaves them."""
     driver = inline_run(tmp_path, "a", SCRIPTED | {"max_tokens": 24, "shaping": "kimi_length"})
     masked = rescore(driver.folder, cut_off, field="shaping")
     assert masked["new"].list.eval(pl.element().is_nan()).list.any().any() and set(masked["message"]) == {""}
@@ -311,7 +317,8 @@ def test_rewards_of_steps_travel_with_the_judgement():
 
 @pytest.mark.slow
 def test_rewards_of_steps_reach_the_table(tmp_path):
-    "A real policy with a reward of steps: every stored value is the sum of its parts, and steps lie inside the response."
+    """A real policy with a reward of steps: every stored value is the sum of its parts,
+    and steps lie inside the response."""
     table = {"generator": "torch", "model": "tiny", "reward": "mixed", "filter": "none"}
     driver = inline_run(tmp_path, "a", SCRIPTED | table | {"steps": 1, "staleness": 0, "concurrency": 16})
     rows = read_table(driver.folder, "rollouts").filter(pl.col("reward").is_not_null())
@@ -360,7 +367,8 @@ def test_facts_of_loop_and_trainer_agree():
 
 
 def test_the_filter_band_trains_on_nothing_beside_it(tmp_path):
-    "The online difficulty filter: every group solved less or more often than the band says is filtered and booked; the others are trained. The band may move while the run goes on."
+    """The online difficulty filter: every group solved less or more often than the band says is filtered and booked;
+    the others are trained. The band may move while the run goes on."""
     table = SCRIPTED | {
         "filter": "band",
         "band": [0.3, 0.7],

@@ -119,7 +119,9 @@ def test_any_run_in_any_world(r):
     def again():
         try:
             return simulate(config, world, seed, most=60_000, tasks=50)
-        except RuntimeError as error:  # a run may fail for a reason of the loop's own; a wave may be larger than the sandboxes that it holds to its end
+        # a run may fail for a reason of the loop's own; a wave may be larger than the sandboxes that it holds to its
+        # end
+        except RuntimeError as error:
             assert (
                 "in a row" in str(error)
                 or "sandboxes are held" in str(error)
@@ -169,7 +171,8 @@ def test_the_same_answer_as_a_driven_run(tmp_path, rho, backlog):
 
 
 def test_weights_that_travel_and_generators_that_look_now_and_then():
-    "Travelling makes rollouts older and nobody wait; a look every eight steps makes the loop hear of a response four steps later in the mean."
+    """Travelling makes rollouts older and nobody wait; a look every eight steps makes the loop hear of a response four
+    steps later in the mean."""
     config = make_config(
         {**PLAIN, "group": 1, "batch": 16, "concurrency": 16, "steps": 60, "staleness": 16, "advantage": "reinforce"}
     )
@@ -192,7 +195,8 @@ def test_weights_that_travel_and_generators_that_look_now_and_then():
     ids=str,
 )
 def test_a_generator_goes_from_look_to_look_as_a_driven_one_does(tmp_path, knobs):
-    "Eight steps between two looks, responses of twelve tokens, weights that take their time: rate, waiting and staleness are those of the driver with the same costs."
+    """Eight steps between two looks, responses of twelve tokens, weights that take their time:
+    rate, waiting and staleness are those of the driver with the same costs."""
     from rlbench.base.ledger_reading import read_table
     from rlbench.base.run_files import create_run_folder
     from rlbench.planning.fit_simulation import bare_config

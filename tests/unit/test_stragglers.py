@@ -1,4 +1,5 @@
-"""Straggler strategies in real processes: partial rollouts go on from their tokens, strategies change while the run lives."""
+"""Straggler strategies in real processes: partial rollouts go on from their tokens,
+strategies change while the run lives."""
 
 import json
 
@@ -36,7 +37,8 @@ def sent(driver: Driver) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 def test_partial_rollouts_go_on_in_real_processes(tmp_path):
-    "Stopped when weights come, taken up with their tokens, each of its version; what is old weighs what was asked for, and nothing is paid for in vain."
+    """Stopped when weights come, taken up with their tokens, each of its version;
+    what is old weighs what was asked for, and nothing is paid for in vain."""
     driver = a_run(
         tmp_path, stragglers="partial", staleness=2, old_tokens="correct", steps=12
     )  # weights often come between

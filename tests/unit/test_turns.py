@@ -1,4 +1,5 @@
-"""Episodes of several turns in whole runs: token in, token out; real processes; and the staleness of an environment's state."""
+"""Episodes of several turns in whole runs: token in, token out; real processes;
+and the staleness of an environment's state."""
 
 import json
 
@@ -41,7 +42,8 @@ STORE = {
 
 @pytest.mark.slow
 def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch):
-    "Every request holds the tokens of the turns before it as they were sampled, and the trainer finds the log-probabilities that the sampler had."
+    """Every request holds the tokens of the turns before it as they were sampled,
+    and the trainer finds the log-probabilities that the sampler had."""
     from rlbench.engines.torch import TorchGenerator
 
     asked: dict[tuple, list] = {}
@@ -91,7 +93,8 @@ def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_run_over_the_store_in_processes(tmp_path):
-    "Generator and trainer in one process, the environment in another; the environment is killed in the middle of the episodes and rebuilds them."
+    """Generator and trainer in one process, the environment in another;
+    the environment is killed in the middle of the episodes and rebuilds them."""
     config = make_config(STORE | {"placement": "colocated", "steps": 2, "eval": []})
     folder = create_run_folder(tmp_path, "a")
     (folder / "config.toml").write_text(to_toml(config))
@@ -148,7 +151,8 @@ def states_of(row: dict) -> tuple[list[str], list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["continue", "rewind", "restart"])
 def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
-    "The columns of rollouts and steps against episodes played again; under `continue` nothing is undone, under the others what is undone has its fate."
+    """The columns of rollouts and steps against episodes played again;
+    under `continue` nothing is undone, under the others what is undone has its fate."""
     driver = inline_run(tmp_path, "a", WAITS | {"on_resume": rule, "max_state_lag": 1})
     check_books(driver)
     rollouts, steps = read_table(driver.folder, "rollouts"), read_table(driver.folder, "steps")
@@ -177,7 +181,8 @@ def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
 
 @pytest.mark.slow
 def test_random_worlds_rewind():
-    "The worlds of the loop's test hold what is claimed for them: episodes that are rewound, and others that keep turns."
+    """The worlds of the loop's test hold what is claimed for them:
+    episodes that are rewound, and others that keep turns."""
     worlds = [a_world(seed, False, False).run() for seed in range(0, 90, 3)]
     assert sum(world.watch.rewound for world in worlds) > 5 and any(
         len(marks) > 1 for world in worlds for marks in world.watch.marks.values()
@@ -185,7 +190,8 @@ def test_random_worlds_rewind():
 
 
 def test_words_that_the_policy_cannot_read_end_the_run(tmp_path):
-    "An environment whose second turn is in letters that the model has no tokens for: it answers the first one, and that is not enough."
+    """An environment whose second turn is in letters that the model has no tokens for:
+    it answers the first one, and that is not enough."""
     driver = inline_run(
         tmp_path, "a", STORE | {"generator": "torch", "environment": "scripted", "steps": 50, "eval": []}
     )

@@ -1,4 +1,5 @@
-"""The expected share of groups without any advantage, from the counts of a preflight: close to the truth, inside its interval."""
+"""The expected share of groups without any advantage, from the counts of a preflight:
+close to the truth, inside its interval."""
 
 import numpy as np
 import polars as pl
@@ -21,7 +22,8 @@ def drawn_counts(a: float, b: float, tasks: int, tries: int, draws: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("a, b", [(0.2, 0.2), (0.1, 0.15), (0.3, 3.0), (1.0, 1.0), (2.0, 2.0), (2.0, 8.0), (5.0, 5.0)])
 def test_the_share_is_right_and_its_interval_covers(a, b):
-    "48 tasks with 8 tries, from U-shaped to narrow: 95 % intervals cover in 200 draws as often as chance allows, and the mean estimate is near the truth."
+    """48 tasks with 8 tries, from U-shaped to narrow: 95 % intervals cover in 200 draws as often as chance allows,
+    and the mean estimate is near the truth."""
     found = np.array([expected_zero_advantage(right, [8] * 48, GROUP) for right in drawn_counts(a, b, 48, 8, 200)])
     truth = float(zero_advantage_of_beta(a, b, GROUP))
     covered = np.mean((found[:, 1] <= truth) & (truth <= found[:, 2]))
@@ -38,7 +40,9 @@ def test_what_a_prior_for_each_task_got_wrong():
         assert abs(np.mean(shares) - truth) < 0.3 * abs(prior_said - truth), (shape, np.mean(shares))
 
 
-TINY_RIGHT = [  # of the embedded policy at temperature 1: right of 8 responses to each of the first 48 tasks of the preset `tiny`, seed 0
+# of the embedded policy at temperature 1: right of 8 responses to each of the first 48 tasks of the preset `tiny`,
+# seed 0
+TINY_RIGHT = [
     1,
     5,
     8,
@@ -110,7 +114,9 @@ TINY_GROUPS = [
 
 
 def test_the_tiny_policy_s_share_is_a_few_percent():
-    "A prior for each task said 13.6 % on such counts. Groups of 16 that were really drawn, and a fit to all of them, lie inside the interval."
+    """A prior for each task said 13.6 % on such counts.
+
+    Groups of 16 that were really drawn, and a fit to all of them, lie inside the interval."""
     share, low, high = expected_zero_advantage(TINY_RIGHT, [8] * 48, GROUP)
     assert share == pytest.approx(0.03, abs=0.015) and high < 0.136, (share, low, high)
     drawn = (TINY_GROUPS[0] + TINY_GROUPS[-1]) / sum(TINY_GROUPS)

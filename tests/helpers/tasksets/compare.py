@@ -1,6 +1,8 @@
-"""Three tasksets of `verifiers` 0.4, played by that package with its own program, and here: the same rewards and metrics.
+"""Three tasksets of `verifiers` 0.4, played by that package with its own program, and here:
+the same rewards and metrics.
 
-By hand, with a version from 0.4 on installed: `python tests/tasksets/compare.py [sums] [shop] [coins]`. The lock has an older one, whose tests are in `test_verifiers.py`.
+By hand, with a version from 0.4 on installed: `python tests/tasksets/compare.py [sums] [shop] [coins]`.
+The lock has an older one, whose tests are in `test_verifiers.py`.
 """
 
 import asyncio
@@ -151,14 +153,16 @@ def main() -> None:
                     compared, seen = compared + 1, seen | {wanted[0]}
                     print(kind, place, lines[0][:70], wanted, flush=True)
             print(
-                f"{kind}: {len(tasks.by_index)} tasks, tools {[each['function']['name'] for each in read_chat(made.prompt).tools]}",
+                f"{kind}: {len(tasks.by_index)} tasks, tools "
+                f"{[each['function']['name'] for each in read_chat(made.prompt).tools]}",
                 flush=True,
             )
             if kind == "shop":
                 judged = asyncio.run(limited(tasks, tasks.task("own_shop", 0)))
                 assert judged.reward == -0.05 and dict(judged.parts) == {"right": 0.0, "asked": 1.0}, judged
     print(
-        f"verifiers {version('verifiers')}: {compared} rollouts compared, equal rewards and metrics, {len(seen)} different rewards"
+        f"verifiers {version('verifiers')}: {compared} rollouts compared, equal rewards and metrics, "
+        f"{len(seen)} different rewards"
     )
 
 

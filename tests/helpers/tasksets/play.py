@@ -1,4 +1,6 @@
-"""Plays scripts against a taskset and prints what came of each, as JSON. Run by `test_tasksets.py` with a package in front."""
+"""Plays scripts against a taskset and prints what came of each, as JSON.
+
+Run by `test_tasksets.py` with a package in front."""
 
 import asyncio
 import json
