@@ -244,9 +244,12 @@ def steer_by_mouse(page, run: rl.Run) -> None:
 
 IN_VIEW = """() => {
     const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1);
-    const seen = e => { const {top, bottom} = e.getBoundingClientRect(); return top >= 60 && bottom <= innerHeight - 20 };
+    const seen = e => {
+        const {top, bottom} = e.getBoundingClientRect();
+        return top >= 60 && bottom <= innerHeight - 20 };
     const curves = [...panel.querySelectorAll('.rl-card svg.rl-chart')];
-    return [...panel.querySelectorAll('.rl-main-knobs .noUi-handle, .rl-pause, .rl-go')].every(seen) && curves.some(seen) }"""
+    const controls = [...panel.querySelectorAll('.rl-main-knobs .noUi-handle, .rl-pause, .rl-go')];
+    return controls.every(seen) && curves.some(seen) }"""
 
 
 def open_in_place(page) -> None:
@@ -370,10 +373,14 @@ def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
 
 
 WHOLLY_SEEN = """() => {
-    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), box = e => e.getBoundingClientRect();
+    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1);
+    const box = e => e.getBoundingClientRect();
     const view = box(document.querySelector('.jp-WindowedPanel-outer'));
-    const inside = e => box(e).top >= view.top - 1 && box(e).bottom <= view.bottom && box(e).left >= view.left && box(e).right <= view.right;
-    const parts = {cards: '.rl-card', sliders: '.rl-main-knobs .rl-knob', handles: '.rl-main-knobs .noUi-handle', pause: '.rl-pause', labels: '.rl-label-line'};
+    const inside = e => box(e).top >= view.top - 1 && box(e).bottom <= view.bottom
+        && box(e).left >= view.left && box(e).right <= view.right;
+    const parts = {
+        cards: '.rl-card', sliders: '.rl-main-knobs .rl-knob', handles: '.rl-main-knobs .noUi-handle',
+        pause: '.rl-pause', labels: '.rl-label-line'};
     const seen = selector => [...panel.querySelectorAll(selector)].filter(e => e.offsetParent && inside(e)).length;
     return Object.fromEntries(Object.entries(parts).map(([name, selector]) => [name, seen(selector)])) }"""
 
@@ -467,20 +474,30 @@ def test_two_hundred_runs_open_on_one_page(lab, shot):
 FITS = """() => {
     const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), told = [];
     const seen = e => e.offsetParent !== null || e.ownerSVGElement, box = e => e.getBoundingClientRect();
-    const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
+    const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1
+        || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
     const all = selector => [...panel.querySelectorAll(selector)].filter(seen), outer = box(panel);
     for (const selector of ['.rl-card', '.rl-knob', '.rl-buttons button, .rl-over']) {
         const found = all(selector);
-        found.forEach((a, i) => found.slice(i + 1).forEach(b => apart(box(a), box(b)) || told.push(`${selector} ${i} is overlapped by another`)));
+        found.forEach((a, i) => found.slice(i + 1).forEach(b =>
+            apart(box(a), box(b)) || told.push(`${selector} ${i} is overlapped by another`)));
     }
-    for (const e of all('*')) if (box(e).right > outer.right + 1 && !e.closest('.rl-detail')) told.push(`${e.tagName} ${e.className.baseVal ?? e.className} is wider than the panel`);
-    for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) told.push(`${e.textContent} is cut`);
-    for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5) told.push(`${e.textContent} is too small to be read`);
-    for (const svg of all('svg')) for (const e of svg.querySelectorAll('text')) if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2) told.push(`${e.textContent} leaves its chart`);
+    for (const e of all('*')) if (box(e).right > outer.right + 1 && !e.closest('.rl-detail'))
+        told.push(`${e.tagName} ${e.className.baseVal ?? e.className} is wider than the panel`);
+    for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth)
+        told.push(`${e.textContent} is cut`);
+    for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5)
+        told.push(`${e.textContent} is too small to be read`);
+    for (const svg of all('svg')) for (const e of svg.querySelectorAll('text'))
+        if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2)
+            told.push(`${e.textContent} leaves its chart`);
     for (const svg of all('svg')) {
         const texts = [...svg.querySelectorAll('text')];
-        const glyphs = e => { const {left, right, top, bottom, height} = box(e); return {left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height} };
-        texts.forEach((a, i) => texts.slice(i + 1).forEach(b => apart(glyphs(a), glyphs(b)) || told.push(`"${a.textContent}" and "${b.textContent}" in one place`)));
+        const glyphs = e => {
+            const {left, right, top, bottom, height} = box(e);
+            return {left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height} };
+        texts.forEach((a, i) => texts.slice(i + 1).forEach(b =>
+            apart(glyphs(a), glyphs(b)) || told.push(`"${a.textContent}" and "${b.textContent}" in one place`)));
     }
     return [...new Set(told)] }"""
 
@@ -558,7 +575,8 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
 
 
 COLLAPSING = """import rlbench as rl
-rl.run("tiny", name="worse", runs="runs", steps=200, batch=64, group=8, learning_rate=2e-2, staleness=8, correction="none", preflight=0, eval=[{"every": 5}])"""
+rl.run("tiny", name="worse", runs="runs", steps=200, batch=64, group=8, learning_rate=2e-2, staleness=8,
+       correction="none", preflight=0, eval=[{"every": 5}])"""
 
 
 def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
@@ -589,8 +607,12 @@ def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
 EXECUTE = """async ([kernel, name]) => {
     const socket = new WebSocket(`ws://${location.host}/api/kernels/${kernel}/channels?session_id=other`);
     await new Promise((done, failed) => { socket.onopen = done; socket.onerror = failed });
-    const header = {msg_id: 'one', username: '', session: 'other', msg_type: 'execute_request', version: '5.3', date: new Date().toISOString()};
-    const content = {code: `open(${JSON.stringify(name)}, 'w')`, silent: false, store_history: false, user_expressions: {}, allow_stdin: false, stop_on_error: false};
+    const header = {
+        msg_id: 'one', username: '', session: 'other', msg_type: 'execute_request', version: '5.3',
+        date: new Date().toISOString()};
+    const content = {
+        code: `open(${JSON.stringify(name)}, 'w')`, silent: false, store_history: false, user_expressions: {},
+        allow_stdin: false, stop_on_error: false};
     socket.send(JSON.stringify({header, parent_header: {}, metadata: {}, content, channel: 'shell', buffers: []}));
     await new Promise(done => setTimeout(done, 3000)) }"""
 

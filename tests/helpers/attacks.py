@@ -28,7 +28,8 @@ def call(number, *args):
     return got if got != -1 else errno.errorcode[ctypes.get_errno()]
 def refused(name, number, *args):
     got = call(number, *args)
-    print("refused" if got in ("EPERM", "ENOSYS", "EACCES", "EINVAL", "ESRCH", "EBADF", "EFAULT") else f"GOT {name}: {got}")
+    print("refused" if got in ("EPERM", "ENOSYS", "EACCES", "EINVAL", "ESRCH", "EBADF", "EFAULT") else \
+f"GOT {name}: {got}")
 def denied(function, *args, **named):
     try:
         got = function(*args, **named)

@@ -16,9 +16,12 @@ from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
 BOOT = """
 import fcntl, os, resource, sys
 read, write, cpu, memory = map(int, sys.argv[1:5])
-aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 200) for end in (read, write)]  # whatever numbers they have, neither is overwritten
+# whatever numbers they have, neither is overwritten
+aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 200) for end in (read, write)]
 os.dup2(aside[0], 3), os.dup2(aside[1], 4), os.closerange(5, 1024)
-resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1)), resource.setrlimit(resource.RLIMIT_AS, (memory, memory)), resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 with open(sys.argv[5], encoding="utf-8", errors="surrogatepass") as file:
     code = file.read()
 os.unlink(sys.argv[5])

@@ -16,13 +16,19 @@ RECORDS = ROOT / "data" / "studies" / "records"
 TITLE = """# Claims of the field, run here
 
 > Each claim on RL post-training with its paper, what was measured there and here, and whether it holds at this size."""
-HOW = """A study takes one claim and states it as comparisons, each with the sign that the claim expects. It sums exactly what can be enumerated, and trains the rest with paired seeds and an arm that must show nothing. **Whether the claim holds is not written by anybody**: one function derives it from the stored numbers, after Holm's adjustment for all comparisons of the study ([studies/study_record](studies/03_study_record.ipynb)).
+HOW = """A study takes one claim and states it as comparisons, each with the sign that the claim expects. \
+It sums exactly what can be enumerated, and trains the rest with paired seeds and an arm that must show nothing. \
+**Whether the claim holds is not written by anybody**: one function derives it from the stored numbers, after Holm's \
+adjustment for all comparisons of the study ([studies/study_record](studies/03_study_record.ipynb)).
 
 * **holds**: every comparison has the expected sign.
 * **holds not**: one has the other sign, or is smaller than what would count.
-* **cannot be told**: the seeds are too few for the scatter, or the null arm is not null. That is a result, too: it says how much a claim needs.
+* **cannot be told**: the seeds are too few for the scatter, or the null arm is not null. \
+That is a result, too: it says how much a claim needs.
 
-A verdict is about policies of a fifth of a million weights, and about tables. It is no verdict on a paper: beside it stands, in a sentence, what was learned, and each page says what it contradicts and what it does not. Where a sum contradicts a claim, the page begins with the sum."""
+A verdict is about policies of a fifth of a million weights, and about tables. \
+It is no verdict on a paper: beside it stands, in a sentence, what was learned, and each page says what it \
+contradicts and what it does not. Where a sum contradicts a claim, the page begins with the sum."""
 OWN = """## Your own
 
 ```sh
@@ -31,10 +37,12 @@ rlbench study entropy_law           # make a study's runs again; interrupted, it
 rlbench study new my_claim          # a page in this form, with three arms that run in half a minute
 ```
 
-`runs_of_ablation` takes the trials of `rl.ablate` into the form, and `run_of_folder` a run that another system has made ([studies/study_recipe](studies/05_study_recipe.ipynb))."""
+`runs_of_ablation` takes the trials of `rl.ablate` into the form, and `run_of_folder` a run that another system has \
+made ([studies/study_recipe](studies/05_study_recipe.ipynb))."""
 LIMITS = """## Limits
 
-* What a small policy cannot show is not here: experts and their routing, kernels of an engine, long reasoning, pretraining.
+* What a small policy cannot show is not here: experts and their routing, kernels of an engine, long reasoning, \
+pretraining.
 * Several studies have a single run of each arm; their verdict is that nothing can be told.
 * A margin, the smallest difference that counts, is a judgement. It stands in the record."""
 HEADS = "| claim | paper | measured there | measured here | result | verdict | again |\n|---|---|---|---|---|---|---|"

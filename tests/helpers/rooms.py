@@ -155,10 +155,10 @@ def map_sections() -> dict[str, str]:
     nbs = ROOT / "nbs"
     sections = {
         "map-title": "# All notebooks\n\n> Every notebook of rlbench, by room, with a sentence on what it holds.",
-        "map-rule": "`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`. A module imports from lower numbers of its "
-        "own room and from the rooms above it on this page: whatever you read rests only on what stands "
-        "before it. [Your own tasks, models and rewards](guide/your_own.ipynb) names the five that are meant "
-        "to be changed.",
+        "map-rule": "`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`. "
+        "A module imports from lower numbers of its own room and from the rooms above it on this page: "
+        "whatever you read rests only on what stands before it. "
+        "[Your own tasks, models and rewards](guide/your_own.ipynb) names the five that are meant to be changed.",
         "map-pages": "## Pages\n\n"
         + map_table([nbs / f"{name}.ipynb" for name in PAGES] + [nbs / f"guide/{name}.ipynb" for name in GUIDE]),
     }

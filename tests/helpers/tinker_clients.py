@@ -90,7 +90,8 @@ class RawClient:
 
 
 ODD_VALUES = (
-    None, True, -1, 0, 1 << 40, 1 << 70, 1.5, 1e308, "", "x", "../../etc/passwd", "a/b", "\x00", "tinker://x", [], {}, [[]],
+    None, True, -1, 0, 1 << 40, 1 << 70, 1.5, 1e308, "", "x", "../../etc/passwd", "a/b", "\x00", "tinker://x",
+    [], {}, [[]],
     ["a", 1], {"a": {"b": []}}, "\u202e" * 9, "9" * 600, [1] * 5000, float("nan"), float("inf"),
 )  # fmt: skip
 

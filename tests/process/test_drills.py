@@ -297,11 +297,15 @@ def test_a_run_that_ends_in_the_middle(tmp_path):
 SMALL_DISK = """
 set -e
 mount -t tmpfs -o size=40m none there
-{python} -m rlbench.cli.main run tiny --runs there --name small --detach {settings} --set steps=100000 --set eval=[] --set preflight=0 --set batch=64 --set group=8
+{python} -m rlbench.cli.main run tiny --runs there --name small --detach {settings} \\
+    --set steps=100000 --set eval=[] --set preflight=0 --set batch=64 --set group=8
 for i in $(seq 600); do grep -q '"version": [1-9]' there/small/status.json && break; sleep 0.2; done
 {python} -m rlbench.cli.main drill there/small full-disk --json || true
 {python} -m rlbench.cli.main stop there/small
-for i in $(seq 300); do grep -q '"books_closed": true' there/small/status.json && test -e there/small/report.html && break; sleep 0.2; done
+for i in $(seq 300); do
+    grep -q '"books_closed": true' there/small/status.json && test -e there/small/report.html && break
+    sleep 0.2
+done
 cp -r there/small kept
 """
 

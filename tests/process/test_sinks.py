@@ -79,7 +79,9 @@ TRACKIO = """
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = trackio.Api().runs("rlbench")
-print(json.dumps([SQLiteStorage.get_logs("rlbench", run.name, run_id=run.id), [(a["step"], a["title"]) for a in run.alerts()], run.config]))
+logs = SQLiteStorage.get_logs("rlbench", run.name, run_id=run.id)
+alerts = [(a["step"], a["title"]) for a in run.alerts()]
+print(json.dumps([logs, alerts, run.config]))
 """
 
 

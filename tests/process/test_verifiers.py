@@ -486,7 +486,8 @@ async def play():
 assert asyncio.run(play()).judged.reward == 0.0
 assert not {"torch", "transformers", "vllm", "ray"} & set(sys.modules), "the run process stays light"
 assert not called, called
-print("quiet", [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread() and "asyncio" not in t.name])
+others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+print("quiet", [t.name for t in others if "asyncio" not in t.name])
 """
 
 

@@ -42,15 +42,17 @@ PATIENT = SandboxLimits(**LIMITS | {"wall_s": 30, "cpu_s": 1})  # for what does 
 
 # what a program may leave in a workspace
 LEAVINGS = {
-    "names that mean deleted": "for name in ('.wh.', '.wh...', '.wh..', '.wh.base.txt', '.wh..wh..opq', 'folder/.wh.inner.txt'): "
-    "open(name, 'w').write('x')",
-    "folders that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder', '.wh..wh..opq'): os.makedirs(name + '/x')",
+    "names that mean deleted": "for name in ('.wh.', '.wh...', '.wh..', '.wh.base.txt', '.wh..wh..opq', "
+    "'folder/.wh.inner.txt'): open(name, 'w').write('x')",
+    "folders that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder', '.wh..wh..opq'): "
+    "os.makedirs(name + '/x')",
     "links that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder'): os.symlink('..', name)",
     "files with holes": "for i in range(30): open(f'h{i}', 'wb').truncate(15 << 20)",
     "a file with one large hole": "open('h', 'wb').truncate(1 << 40)",
     "three thousand folders in each other": "for i in range(3000): os.mkdir('d'); os.chdir('d')",
     "a hundred folders with long names": "for i in range(100): os.mkdir('d' * 250); os.chdir('d' * 250)",
-    "its program is a folder": "os.unlink('solution.py'); os.makedirs('solution.py/x/y'); open('solution.py/x/y/z', 'w')",
+    "its program is a folder": "os.unlink('solution.py'); os.makedirs('solution.py/x/y'); "
+    "open('solution.py/x/y/z', 'w')",
     "its program is a closed folder": "os.unlink('solution.py'); os.mkdir('solution.py', 0)",
     "its program is a link to the system": "os.unlink('solution.py'); os.symlink('/etc/passwd', 'solution.py')",
     "its program is a link to itself": "os.unlink('solution.py'); os.symlink('solution.py', 'solution.py')",
@@ -61,20 +63,22 @@ LEAVINGS = {
     "its folder cannot be written": "os.chmod('.', 0o500)",
     "folders nobody may enter": "os.makedirs('a/b', 0); os.mkdir('c', 0)\nos.chmod('folder', 0)",
     "files nobody may read": "os.close(os.open('secret', os.O_CREAT | os.O_WRONLY, 0)); os.chmod('base.txt', 0)",
-    "names that are no text": "for name in (b'\\xff\\xfe', b'a\\nb', b'=\\n\\n=', b'x' * 255, ' ', '\\ud800'.encode('utf-8', "
-    "'surrogatepass')): open(name, 'w').write('x')",
+    "names that are no text": "for name in (b'\\xff\\xfe', b'a\\nb', b'=\\n\\n=', b'x' * 255, ' ', "
+    "'\\ud800'.encode('utf-8', 'surrogatepass')): open(name, 'w').write('x')",
     "times far away": "os.utime('solution.py', (1 << 40, 1 << 40)); os.utime('base.txt', (-(1 << 40), -(1 << 40)))",
     "too many files": "for i in range(5000): open(f'f{i}', 'w')",
     "a full disk": "open('x', 'wb').write(bytes(14 << 20)); open('y', 'wb').write(bytes(14 << 20))",
     "a base of links": "import shutil\n"
     "shutil.rmtree('folder'); os.symlink('..', 'folder'); os.unlink('base.txt'); "
     "os.symlink('/proc/self/environ', 'base.txt')",
-    "links in a ring, and to each other": "os.symlink('b', 'a'); os.symlink('a', 'b'); os.link('solution.py', 'c'); os.link('c', 'd')",
+    "links in a ring, and to each other": "os.symlink('b', 'a'); os.symlink('a', 'b'); "
+    "os.link('solution.py', 'c'); os.link('c', 'd')",
     "renames its folder": "os.rename('folder', 'solution'); os.rename('.', 'x')",
     "a file where files are to be": "open('notes', 'w').write('x')",
     "sleep": "import time; time.sleep(60)",
     "its own end": "os.kill(os.getpid(), 9); os.abort()",
-    "a lower limit": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); open('x', 'w').write('x' * 9999)",
+    "a lower limit": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    "open('x', 'w').write('x' * 9999)",
 }
 
 

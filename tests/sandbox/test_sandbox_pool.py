@@ -75,7 +75,8 @@ from rlbench.sandbox.pool import PoolClient
 from rlbench.sandbox.types import Program
 pool = PoolClient.connect(sys.argv[1])
 boxes = [pool.open(owner=f"dead/{i}") for i in range(20)]
-running = [pool.submit(Program("# fake: wall=9"), owner="dead") for _ in range(2)] + [boxes[0].submit(Program("# fake: wall=9"))]
+running = [pool.submit(Program("# fake: wall=9"), owner="dead") for _ in range(2)]
+running += [boxes[0].submit(Program("# fake: wall=9"))]
 print(pool.status().pid, flush=True)
 time.sleep(600)
 """

@@ -119,8 +119,8 @@ def test_any_run_in_any_world(r):
     def again():
         try:
             return simulate(config, world, seed, most=60_000, tasks=50)
-        # a run may fail for a reason of the loop's own; a wave may be larger than the sandboxes that it holds to its
-        # end
+        # a run may fail for a reason of the loop's own;
+        # a wave may be larger than the sandboxes that it holds to its end
         except RuntimeError as error:
             assert (
                 "in a row" in str(error)
