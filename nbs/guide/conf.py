@@ -1,4 +1,6 @@
-"""How Sphinx builds the site: `make docs`. tests/docs.py collects its sources in build/docs-source, this file among them."""
+"""How Sphinx builds the site: `make docs`.
+
+tests/docs.py collects its sources in build/docs-source, this file among them."""
 
 from configparser import ConfigParser
 from pathlib import Path
