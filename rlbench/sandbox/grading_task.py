@@ -73,9 +73,9 @@ class Test:
 @dataclass(frozen=True)
 class CodeTask:
     """What code is judged by. `compare`: a rule of `answers.COMPARE_RULES` (function) or of OUTPUT_RULES (stdio);
-    `checker`: source of `check(args, answer)`, which decides instead; `setup`: source that stands before the policy's code; `wrap`:
-    text around it, with {code} or {answer}; `files`: of a project, with its tests; `editable`: patterns of those
-    that may be changed; `weak`: the tests run beside the policy's code, which can then fool them."""
+    `checker`: source of `check(args, answer)`, which decides instead; `setup`: source that stands before the
+    policy's code; `wrap`: text around it, with {code} or {answer}; `files`: of a project, with its tests; `editable`:
+    patterns of those that may be changed; `weak`: the tests run beside the policy's code, which can then fool them."""
 
     kind: str
     tests: tuple[Test, ...]
