@@ -16,7 +16,8 @@ __all__ = ['PARQUET_END', 'TablePosition', 'Resume', 'read_resumes', 'note_resum
 #   * What a resume has taken back is not shown: its rows are left out, its rollouts have the fate `lost_resume`.
 #   * A reader takes no lock, writes nothing, and reads only what is newer than its position.
 #
-# This module refuses a ledger of a newer schema, names that are not there, and a table with a hole in it.
+# This module refuses a ledger of a newer schema, names that are not there, a segment that is cut off, and a table with
+# a hole in it.
 import errno
 import json
 from bisect import bisect_left, bisect_right

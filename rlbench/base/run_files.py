@@ -40,7 +40,7 @@ def full_disk_named(folder: Path):
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        message = "machine: no space left for the run folder; free some room and flush again"
+        message = "machine: no space left for the run folder; make room on its disk and try again"
         raise DiskFull(error.errno, message, str(folder)) from error
 
 # %% ../../nbs/base/03_run_files.ipynb #ledger-drilled

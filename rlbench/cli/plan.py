@@ -173,6 +173,8 @@ def plan_run(
     from rlbench.planning.plan_sheets import plan_facts
     from rlbench.planning.planner import plan_run
 
+    if only and not checked:
+        raise typer.BadParameter("--only names a row of --check; give both")
     if checked:
         return check_plans(only, as_json)
     if list_fields:

@@ -412,7 +412,8 @@ def describe_problem(error: Mapping) -> str:
         return unknown_field(field, error["loc"][-1], error["input"], model.model_fields)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    return f"{field}: {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    remedy = "; write its values as in [0.2, 0.8]" if error["type"] == "tuple_type" else ""
+    return f"{field}: {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}{remedy}"
 
 
 def make_config(table: Mapping, extra: Mapping[str, Mapping[str, Callable]] | None = None) -> RunConfig:

@@ -13,7 +13,8 @@ __all__ = ['MOST_VERDICTS', 'RunData', 'read_run_data', 'read_verdicts', 'lost_l
 #
 # What always holds:
 #   * The folder is read through one `RunReader`, each table once.
-#   * A missing or damaged file gives an empty part and stops nothing.
+#   * A missing table, and a configuration that cannot be read, give an empty part and stop nothing. A damaged table
+#     is an error that names its file.
 #   * Secrets of the configuration are hidden before anything else sees them.
 #
 # It raises FileNotFoundError for a folder that is not there. It does not follow a live run: `live_view` does.

@@ -8,6 +8,7 @@ from steered_runs import asked
 from rlbench.cli.policy import ask_for_evaluation
 from rlbench.cli.terminal import parse_seconds, parse_settings
 from rlbench.loop.config import ConfigError, apply_point
+from rlbench.loop.config_files import load_config
 from rlbench.runtime.checkpoint import load_checkpoint
 from rlbench.workbench.handle import Run, example_run
 from rlbench.workbench.starting import notes_on_lost_commands
@@ -74,3 +75,10 @@ def test_settings_that_a_resume_loses_are_told(tmp_path):
     assert note.startswith("top_p = 0.9 took effect after the checkpoint of version 4 and is lost; ask for it again")
     assert notes_on_lost_commands(driver.folder, start, {"top_p": 0.8}) == []
     assert notes_on_lost_commands(driver.folder, load_checkpoint(saved[12]), {}) == []
+
+
+def test_a_band_that_is_one_number_is_told_what_a_band_looks_like():
+    "The form, not the name of a type alone."
+    wanted = r"band: 0\.5: input should be a valid tuple; write its values as in \[0\.2, 0\.8\]"
+    with pytest.raises(ConfigError, match=wanted):
+        load_config("tiny", {"band": 0.5})
