@@ -128,8 +128,8 @@ BOTH = {
     ),
     "memfd hoard": attack("refused('memfd_create', nr(319, 279), b'x', 0)\nrefused('memfd_secret', 447, 0)"),
     "other users": attack(
-        "for call_ in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0]), lambda: "
-        "os.setresuid(0, 0, 0)): denied(call_)"
+        "for call_ in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0]), "
+        "lambda: os.setresuid(0, 0, 0)): denied(call_)"
     ),
     "limits back up": attack(
         "import resource\n"
@@ -597,9 +597,9 @@ ALONE = {
         "denied(open, '/dev/shm/x', 'w')"
     ),
     "modes and times of its owner's files": attack(
-        "for call_ in (lambda: os.chmod('/var/tmp', 0), lambda: os.chown('/var/tmp', 0, 0), lambda: "
-        "os.utime('/var/tmp'), lambda: os.setxattr('/var/tmp', 'user.x', b''), lambda: "
-        "os.truncate('/etc/passwd', 0)): denied(call_)"
+        "for call_ in (lambda: os.chmod('/var/tmp', 0), lambda: os.chown('/var/tmp', 0, 0), "
+        "lambda: os.utime('/var/tmp'), lambda: os.setxattr('/var/tmp', 'user.x', b''), "
+        "lambda: os.truncate('/etc/passwd', 0)): denied(call_)"
     ),
     "files beside its own": attack(
         "denied(os.listdir, '..')\n"
