@@ -69,6 +69,7 @@ EvalWaitOption = Annotated[
 
 def ask_for_evaluation(run: "Run", seconds: float) -> list[dict]:
     "Have a live run evaluate itself; returns the new rows that came in time. ValueError if it has no evaluation set."
+    refuse_for_tenant(run.folder, "eval")
     if not run.config.eval:
         raise ValueError(
             f"eval: {run.name!r} has no evaluation set, and a live run takes none; start runs with [[eval]]"
