@@ -253,15 +253,15 @@ def lease_of(folder: str | Path) -> Iterator[RunLease]:
 
 # %% ../../nbs/base/23_lease.ipynb #lease-state
 def is_starting(folder: Path, here: HostIdentity) -> bool:
-    "Whether a run without a status may still get one: it was made, or its lease touched, a moment ago."
+    "Whether a run without a status may still get one: it is being made, or was, or its lease touched, a moment ago."
     now = time.time()
     lease = read_lease(folder)
     if lease is not None:
         return now - lease.renewed <= STALE_S or is_held(lease, now, here)
     try:
         return now - (folder / "config.toml").stat().st_mtime <= STALE_S
-    except OSError:
-        return False
+    except FileNotFoundError:
+        return True
 
 
 def run_state(folder: str | Path, status: Status | None) -> str:

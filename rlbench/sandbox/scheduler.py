@@ -239,6 +239,9 @@ def _close_worker(desk: Desk, seat: Seat, why: str, now: float) -> None:
     desk.figures.counts["lost"] += why not in (WORN, OVERTAKEN)
     seat.state = "closed"
     desk.seats.remove(seat)
+    for other in desk.seats:
+        if other.hedge_for is seat:  # it takes the place of this one, and counts from now on
+            other.hedge_for = None
     leases = list(seat.leases.values())
     seat.leases = {}
     for job in list(seat.pinned):

@@ -34,6 +34,7 @@ class HostsWorld(World):
         self.running: set[str] = set()
         self.homeless: set[str] = set()  # its host is lost, and none has joined for it
         self.unsaid: set[str] = set()  # its host is lost, and its own loss is not said yet
+        self.reported: dict[str, tuple] = {}  # of an unsaid loss: the tokens that are known of unfinished responses
         self.uncharged: dict[str, int] = {}  # restarts of an actor when its host was lost
         self.notified: list[str] = []
         self.losses = 0
@@ -107,7 +108,9 @@ class HostsWorld(World):
         self.hosts[host] = False
         there = self.starting | self.running | self.unsaid
         lived = tuple(name for name, home in self.homes.items() if home == host and name in there)
-        reported = {name: self.end_actor(name) for name in lived}
+        for name in lived:
+            if name not in self.unsaid:  # otherwise it has ended before
+                self.reported[name] = self.end_actor(name)
         self.losses += 1
         self.homeless |= set(lived)
         self.unsaid |= set(lived)
@@ -117,9 +120,9 @@ class HostsWorld(World):
         self.step(HostLost(host, "power cut", lived))
         for name in self.random.sample(lived, len(lived)):
             if self.random.random() < 0.6:
-                self.say_lost(name, reported[name])
+                self.say_lost(name)
             else:
-                self.later(0.3 * self.random.random(), self.say_lost, name, reported[name])
+                self.later(0.3 * self.random.random(), self.say_lost, name)
         if self.random.random() < 0.3:
             self.step(HostLost(host, "power cut", lived[:1]))  # said twice
         patience = self.state.config.deadlines.start
@@ -127,9 +130,9 @@ class HostsWorld(World):
             self.later(self.random.choice((0.1, 0.8, 1.5)) * patience * self.random.random(), self.join_host)
         self.later(patience + TICK_S, lambda: self.step(Ticked()))
 
-    def say_lost(self, name: str, reported: tuple) -> None:
+    def say_lost(self, name: str) -> None:
         if name in self.unsaid:
-            self.step(Lost(name, "its host is lost", reported))
+            self.step(Lost(name, "its host is lost", self.reported.pop(name)))
 
     def join_host(self) -> None:
         "A host that was lost comes back, or a new one comes. It takes some of the actors without a host."

@@ -64,6 +64,7 @@ class Watch:
     homes: dict = field(default_factory=dict)  # rollout -> the environment that scored its last turn
     training: tuple = ()
     lags: list = field(default_factory=list)
+    full_edges: int = 0  # batches whose groups all stood at the edge of the bound
     stopped: set = field(default_factory=set)  # answered with "aborted" and neither dead nor taken up again
     partials: int = 0  # taken up with their tokens
     weightless: set = field(default_factory=set)
@@ -117,6 +118,9 @@ class Watch:
         )
         assert not set(a.groups) & set(self.groups), "a group that ended came back"
         self.training = a.groups
+        edge = state.version - state.config.staleness
+        oldest = {group: min(self.told[key][1] for key in self._counted(group)) for group in a.groups}
+        self.full_edges += all(version <= edge for version in oldest.values())
         for key, item in self.sent.items():
             if item.group in a.groups and key not in self.fates:
                 assert key not in self.stopped, f"{key} is trained unfinished"
@@ -130,6 +134,14 @@ class Watch:
                 assert 0 <= self.lags[-1] <= state.config.staleness, (
                     f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
                 )
+
+    def _counted(self, group: int) -> list[tuple[int, int]]:
+        "The attempts of a group whose tokens are trained on."
+        return [
+            key
+            for key, item in self.sent.items()
+            if item.group == group and key not in self.fates and key not in self.weightless
+        ]
 
     def hand_on(self, row: RolloutRow, world: "World") -> None:
         """The first turns go to the next attempt; of a rewound one only those after the state that its rule allows may
