@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['HANDOVER_TRIES', 'HANDOVER_PAUSE_S', 'HEAVY', 'WorkReport', 'memory_held', 'reset_memory_peak', 'PhaseMemory',
-           'try_handover', 'encode_request', 'empty_result', 'response_text', 'seconds_per_token', 'GeneratorPart',
-           'describe_write_error', 'TrainerPart', 'Worker', 'build_halves', 'build_scripted_halves',
+           'try_handover', 'encode_request', 'empty_result', 'response_text', 'seconds_per_token', 'GeneratorDuty',
+           'describe_write_error', 'TrainerDuty', 'Worker', 'build_halves', 'build_scripted_halves',
            'build_tinker_halves', 'share_in_memory', 'share_through_file', 'share_by_broadcast', 'load_published',
            'start_at_checkpoint', 'checkpoint_version', 'worker_main', 'rank_worker_main']
 
 # %% ../../nbs/runtime/14_worker.ipynb #worker-imports
 # The worker: a generator, a trainer, or both in turns.
 #
-# Owns: the order in which requests are answered (`Worker`), the prompts of responses under way (`GeneratorPart`), and
-# the version of the trained weights (`TrainerPart`).
+# Owns: the order in which requests are answered (`Worker`), the prompts of responses under way (`GeneratorDuty`), and
+# the version of the trained weights (`TrainerDuty`).
 #
 # What always holds:
 #   * Every response is answered by one `GenerateResult`, every other request by one result (`loop.events` has the
@@ -197,7 +197,7 @@ def seconds_per_token(stats: Stats) -> float:
     return stats.seconds / max(1, stats.decode_tokens)
 
 # %% ../../nbs/runtime/14_worker.ipynb #worker-generate
-class GeneratorPart:
+class GeneratorDuty:
     "A worker's generator half, with the responses it has under way."
 
     def __init__(self, half: GeneratorHalf, memory: PhaseMemory):
@@ -302,7 +302,7 @@ def describe_write_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 # %% ../../nbs/runtime/14_worker.ipynb #worker-training
-class TrainerPart:
+class TrainerDuty:
     "A worker's trainer half, with the version of its weights."
 
     def __init__(self, half: TrainerHalf, trained: int, memory: PhaseMemory):
@@ -380,8 +380,8 @@ class Worker:
         self.config = config
         has_memory = config.generator != "scripted" and config.clock == "real"
         memory = PhaseMemory(device_of(config) if has_memory else "")
-        self.generator = GeneratorPart(generator_half, memory) if generator_half else None
-        self.trainer = TrainerPart(trainer_half, trained, memory) if trainer_half else None
+        self.generator = GeneratorDuty(generator_half, memory) if generator_half else None
+        self.trainer = TrainerDuty(trainer_half, trained, memory) if trainer_half else None
         self.has_started = False
         self.light: deque = deque()  # requests that are all answered at the beginning of a unit
         self.heavy: deque = deque()  # requests of which a unit answers one
@@ -438,7 +438,7 @@ class Worker:
         return WorkerReady(half.generator.stats().slots, half.version, half.name)
 
     def answer(self, request, report: WorkReport) -> None:
-        "Have the part that a request is for do what it asks."
+        "Have the duty that a request is for do what it asks."
         match request:
             case GenerateRequest():
                 self.generator.submit_responses(request, report)
