@@ -142,7 +142,7 @@ class PhaseMemory:
         self.device = device
         self.held: dict[str, float] = {}  # bytes by phase, as last reported
 
-    def measure(self, phase: str, report: WorkReport) -> None:
+    def report_memory(self, phase: str, report: WorkReport) -> None:
         "Report the memory that is held now, if that is a hundredth more than this phase was known to hold."
         if not self.device:
             return
@@ -240,7 +240,7 @@ class GeneratorDuty:
             self.tasks[job.key] = job.task
         return None
 
-    def decode(self, steps: int, report: WorkReport) -> None:
+    def decode_responses(self, steps: int, report: WorkReport) -> None:
         "Do up to `steps` decode steps; report the responses that end with them, and the generator's load."
         generator = self.half.generator
         before = generator.stats()
@@ -253,7 +253,7 @@ class GeneratorDuty:
         report.results.extend(self.finish_response(result, seconds_per_token(after)) for result in results)
         hits = after.prefix_hits - before.prefix_hits
         report.results.append(GeneratorLoad(after.running, after.kv_used, hits, after.preempted - before.preempted))
-        self.memory.measure("generate", report)
+        self.memory.report_memory("generate", report)
 
     def abort_responses(self, request: AbortRequest, report: WorkReport) -> None:
         "Stop responses; what they have so far goes back."
@@ -274,14 +274,14 @@ class GeneratorDuty:
             reason = why_prompts_do_not_fit(self.half, request.prompts)
         report.results.append(PromptsResult(request.id, reason))
 
-    def load(self, version: int, cache: str, report: WorkReport) -> None:
+    def load_version(self, version: int, cache: str, report: WorkReport) -> None:
         "Take the weights of a version, or newer ones. `cache`: what becomes of the KV cache (`keep` or `rebuild`)."
         with report.timed("generator", "publish", "load"):
             loaded = try_handover(f"loading version {version}", partial(self.half.load, version, cache))
         report.results.append(LoadResult(loaded, report.spent[-1].seconds))
 
     @contextmanager
-    def asleep(self, report: WorkReport) -> Iterator[None]:
+    def memory_freed(self, report: WorkReport) -> Iterator[None]:
         "Inside this block the generator's memory is free."
         generator = self.half.generator
         with report.timed("generator", "overhead", "sleep"):
@@ -317,7 +317,7 @@ class TrainerDuty:
             with asleep:
                 reset_memory_peak()
                 metrics, advantages, seconds, token_notes = self.half.train(request.groups, request.version)
-                self.memory.measure("train", report)
+                self.memory.report_memory("train", report)
                 reset_memory_peak()
         except Exception as error:
             field = getattr(error, "field", "")  # of the configuration
@@ -332,7 +332,7 @@ class TrainerDuty:
         self.trained = request.version
         report.results.append(TrainResult(request.version, metrics, advantages, token_notes))
 
-    def publish(self, version: int, report: WorkReport) -> None:
+    def publish_version(self, version: int, report: WorkReport) -> None:
         "Hand the weights over, as this version."
         with report.timed("trainer", "publish", "publish"):
             try_handover(f"publishing version {version}", partial(self.half.publish, version))
@@ -423,11 +423,11 @@ class Worker:
             report.results.append(self.introduce())
         self.report_broadcasts(report)
         while self.light:
-            self.answer(self.light.popleft(), report)
+            self.answer_request(self.light.popleft(), report)
         if self.heavy and not report.results:
-            self.answer(self.heavy.popleft(), report)
+            self.answer_request(self.heavy.popleft(), report)
         elif self.is_generating and not self.heavy:
-            self.generator.decode(self.config.decode_steps, report)
+            self.generator.decode_responses(self.config.decode_steps, report)
         return report.finish()
 
     def introduce(self) -> WorkerReady:
@@ -437,7 +437,7 @@ class Worker:
         half = self.generator.half
         return WorkerReady(half.generator.stats().slots, half.version, half.name)
 
-    def answer(self, request, report: WorkReport) -> None:
+    def answer_request(self, request, report: WorkReport) -> None:
         "Have the duty that a request is for do what it asks."
         match request:
             case GenerateRequest():
@@ -447,12 +447,13 @@ class Worker:
             case PromptsRequest():
                 self.generator.check_new_prompts(request, report)
             case LoadRequest():
-                self.generator.load(request.version, self.config.cache, report)
+                self.generator.load_version(request.version, self.config.cache, report)
             case TrainRequest():
                 sleeps = self.generator is not None and self.config.sleep
-                self.trainer.train_batch(request, report, self.generator.asleep(report) if sleeps else nullcontext())
+                freed = self.generator.memory_freed(report) if sleeps else nullcontext()
+                self.trainer.train_batch(request, report, freed)
             case PublishRequest():
-                self.publish(request, report)
+                self.publish_newest(request, report)
             case SaveRequest():
                 self.trainer.save_policy(request, report)
             case CheckpointRequest():
@@ -465,16 +466,16 @@ class Worker:
             case BroadcastRequest():
                 self.broadcast.begin(request.place, request.seconds)  # `report_broadcasts` tells how it ended
             case ConfigureRequest():
-                self.configure(request.config)
+                self.apply_config(request.config)
             case _:
                 raise TypeError(f"a worker cannot answer a {type(request).__name__}")
 
-    def publish(self, request: PublishRequest, report: WorkReport) -> None:
+    def publish_newest(self, request: PublishRequest, report: WorkReport) -> None:
         "Hand weights over. A request that had to wait finds the weights of a later batch."
         version = max(request.version, self.trainer.trained)
-        self.trainer.publish(version, report)
+        self.trainer.publish_version(version, report)
         if self.generator:
-            self.generator.load(version, self.config.cache, report)
+            self.generator.load_version(version, self.config.cache, report)
         else:
             report.results.append(PublishResult(version, report.spent[-1].seconds))
 
@@ -483,7 +484,7 @@ class Worker:
         for ended in self.broadcast.take_outcomes() if self.broadcast else ():
             report.results.append(BroadcastResult(ended.number, ended.version, ended.seconds, ended.message))
 
-    def configure(self, config: RunConfig) -> None:
+    def apply_config(self, config: RunConfig) -> None:
         "Put a changed configuration into force."
         self.config = config
         if self.generator:
