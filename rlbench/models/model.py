@@ -39,6 +39,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..base.chat import plain_chat, read_chat
+from ..base.hidden_package import DISTRIBUTED_TENSORS, without_package
 from .hardware import max_logits_at_once
 from ..records import SamplingMask
 
@@ -565,7 +566,8 @@ def save_policy(
     `beside(folder)` writes more into it before it is there."""
     folder = Path(folder)
     with replace_folder(folder) as aside, quiet_library():
-        policy.model.save_pretrained(aside, state_dict=None if weights is None else dict(weights))
+        with without_package(DISTRIBUTED_TENSORS):
+            policy.model.save_pretrained(aside, state_dict=None if weights is None else dict(weights))
         policy.tokenizer.save_pretrained(aside)
         if beside:
             beside(aside)

@@ -61,8 +61,8 @@ def import_ahead(modules: Iterable[str]) -> str:
     """Import modules into a process that will be forked, and call what is named `module:function`, for what it
     keeps. Returns why the process must not be forked; empty if it may. Nothing is imported after the first reason."""
     reason = why_unfit(count_threads(), has_touched_device())
-    try:
-        with without_collector():
+    with without_collector():
+        try:
             for name in modules:
                 if reason:
                     return reason
@@ -71,10 +71,10 @@ def import_ahead(modules: Iterable[str]) -> str:
                 if function:
                     getattr(found, function)()
                 reason = why_unfit(count_threads(), has_touched_device())
-    except Exception as error:
-        return f"{name} cannot be imported ({type(error).__name__}: {error})"
-    if not reason:
-        gc.freeze()  # a collection beforehand takes a third of a second, and finds next to nothing
+        except Exception as error:
+            return f"{name} cannot be imported ({type(error).__name__}: {error})"
+        if not reason:
+            gc.freeze()  # before the collector is on again: its first search takes a third of a second, for nothing
     return reason
 
 

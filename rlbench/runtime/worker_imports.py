@@ -23,10 +23,12 @@ from ..loop.events import kind_of
 # of every worker
 WORKER_MODULES = ("rlbench.runtime.worker", "rlbench.runtime.environment_worker", "rlbench.runtime.scorer_worker")
 POLICY_MODULES = (  # of workers with a model
-    "numpy.ctypeslib",  # numpy imports these two at their first use; first, since numpy may start threads
+    "numpy.ctypeslib",  # numpy imports these three at their first use; first, since numpy may start threads
     "numpy.ma",
+    "numpy.random",
     "torch",
-    "transformers.models.qwen3.modeling_qwen3",  # the class of the embedded policies; it imports what others need
+    "rlbench.models.library_import:import_model_classes",
+    "torch.fx.experimental.symbolic_shapes",  # with sympy; PyTorch asks for both when a model is made
     "transformers.models.encoder_decoder",
     "transformers.models.auto.tokenization_auto",
     "rlbench.loop.packing",
