@@ -38,7 +38,7 @@ from ..base.runs_folder import SERVICE_FOLDER, find_runs_folder
 from ..models.hardware import TokenPrices
 from ..runtime.actors import ProcessHandle
 from ..runtime.fork_server import ForkServer
-from ..runtime.worker_imports import POLICY_MODULES
+from ..runtime.worker_imports import ADAPTER_MODULES, POLICY_MODULES
 from .service_driver import ServiceDriver, to_log
 from .service_journal import TenantJournal
 from .service_rules import new_service
@@ -62,7 +62,7 @@ WORKERS = {"trainer": ("trainer",), "generator": ("generator",)}
 REFUSED = 3  # exit status of a server whose worker refused
 WORKER_MODULES = (
     *POLICY_MODULES,
-    "peft",
+    *ADAPTER_MODULES,
     "rlbench.service.service_worker",
     "rlbench.service.tenant_trainer",
     "rlbench.service.tenant_generator",
