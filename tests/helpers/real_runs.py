@@ -5,6 +5,9 @@ import psutil
 
 import rlbench as rl
 from rlbench.base.status import living_processes
+from rlbench.runtime.driver import Driver
+from rlbench.runtime.fork_server import warm_server
+from rlbench.runtime.worker_imports import worker_modules
 
 SMALL = dict(
     steps=4,
@@ -22,6 +25,12 @@ def ended(run: rl.Run, state: str = "finished", seconds: float = 400) -> rl.Run:
     found = run.wait(seconds)
     assert found == state, f"{found}: {run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
     return run
+
+
+def fork_workers_of(driver: Driver) -> None:
+    """Have a driver's workers forked from a server of this test process, as those of a run are. A driver alone spawns
+    them, and each imports PyTorch and transformers anew."""
+    driver.workers.server = warm_server(worker_modules(scripted=False, lora=False))
 
 
 def assert_books(run: rl.Run) -> None:

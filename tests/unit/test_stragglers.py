@@ -6,6 +6,7 @@ import json
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from real_runs import fork_workers_of
 from straggler_runs import REAL
 
 from rlbench.base.commands import send_command
@@ -25,6 +26,7 @@ def a_run(root, told=(), **changes) -> Driver:
     for knob, value in told:
         send_command(folder, "test", knob, value)
     driver = Driver(folder, config, make_pools(config))
+    fork_workers_of(driver)
     assert drive(driver).phase == "done"
     return driver
 

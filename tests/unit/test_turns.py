@@ -6,6 +6,7 @@ import json
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from real_runs import fork_workers_of
 from small_loops import a_world
 from turn_tables import by_turn
 
@@ -110,6 +111,7 @@ def test_a_run_over_the_store_in_processes(tmp_path):
                 self.workers.handles["environment"].process.kill()
 
     driver = Kills(folder, read_config(folder), make_pools(config))
+    fork_workers_of(driver)
     assert drive(driver).phase == "done", driver.state.reason
     check_books(driver)
     rollouts, events = (read_table(folder, table) for table in ("rollouts", "events"))
