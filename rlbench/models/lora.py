@@ -64,7 +64,6 @@ def add_adapters(
 ) -> torch.nn.Module:
     """Add adapters to linear layers of a Hugging Face model, in place, and freeze the rest; returns the model.
     ValueError for an unknown layer."""
-    import torch.distributed.tensor  # peft looks into it, and does not import it
     from peft import LoraConfig, inject_adapter_in_model
 
     told = LoraConfig(

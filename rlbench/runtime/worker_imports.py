@@ -42,7 +42,8 @@ POLICY_MODULES = (  # of workers with a model
     "rlbench.training.sft",
     "rlbench.training.batch",
 )
-ADAPTER_MODULES = ("torch.distributed.tensor", "peft")  # of workers that train adapters; peft needs the other
+# of workers that train adapters; peft looks for distributed tensors, which a part of them imports whole
+ADAPTER_MODULES = ("torch.distributed.tensor.placement_types", "peft")
 
 # %% ../../nbs/runtime/00_worker_imports.ipynb #worker-imports-functions
 def worker_modules(scripted: bool, lora: bool) -> tuple[str, ...]:
