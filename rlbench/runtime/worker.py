@@ -46,7 +46,6 @@ from ..base.run_files import WEIGHTS_FILE
 from ..generator import Request, Result, Stats
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions, read_config
-from ..models.library_import import import_model_classes
 from ..records import StopReason, Task, response_segment
 from .actors import ActorWork, Spent, WorkerPipe, send_beats, serve
 from .checkpoint import TRAINER, Manifest, read_manifest, read_weights
@@ -92,7 +91,6 @@ from .run_log import to_log
 from .tinker_halves import tinker_generator_half, tinker_trainer_half
 from .torch_generator import device_of, load_run_policy, torch_generator_half, why_prompts_do_not_fit
 from .torch_trainer import make_rank, start_team, torch_trainer_half
-from .worker_imports import may_be_forked
 
 # %% ../../nbs/runtime/14_worker.ipynb #worker-report
 @dataclass
@@ -666,8 +664,6 @@ def worker_main(
     def build() -> Worker:
         config = read_config(Path(folder)).model_copy(update={"trainers": trainers})
         start_folder = Path(start) if start else None
-        if config.generator != "scripted" and may_be_forked(config, parts):
-            import_model_classes()  # a forked worker has them already
         halves = build_halves(config, prompts, parts, Path(folder), start_folder, meeting)
         built.append(Worker(config, *halves, checkpoint_version(start_folder)))
         return built[0]
