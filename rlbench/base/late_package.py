@@ -24,7 +24,7 @@ from types import ModuleType
 
 # %% ../../nbs/base/28_late_package.ipynb #late-package
 class LatePackage(ModuleType):
-    "A package whose own code runs when an attribute is asked for that it does not have, or a submodule."
+    "A package whose own code runs when somebody asks for an attribute that it does not have yet, or for a submodule."
 
     stand_ins: dict[str, object]  # what it has instead of its own attributes, until its code runs
 
@@ -45,8 +45,8 @@ class ImportedMeanwhile:
     them once more: it looked for them before."""
 
     def __init__(self):
-        self.packages: set[str] = set()  # that were made late
-        self.specs: dict[str, ModuleSpec] = {}  # how a module was found at first
+        self.packages: set[str] = set()  # names of the packages that are imported late
+        self.specs: dict[str, ModuleSpec] = {}  # by name of a module: where Python found it first
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         "For the import system; `target` is a module that is loaded again on purpose."
@@ -60,7 +60,7 @@ class ImportedMeanwhile:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        "Nothing is executed once more."
+        "Execute nothing: the module has run."
         module.__spec__ = self.specs.pop(module.__name__)
 
 

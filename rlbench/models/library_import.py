@@ -48,7 +48,7 @@ def break_no_graph(message: str = "") -> None:
 
 
 class CompiledModel:
-    "Stands for the class of compiled models. None is of it."
+    "Stands for the class of compiled models. No model is one."
 
 
 COMPILER = "torch._dynamo"

@@ -60,9 +60,8 @@ def test_books_bound_and_repeat(r, trouble):
                 "a response of two versions"
             )
         waits = config.overdue == "wait" and config.backlog == "hold" and not config.oversample
-        if (
-            waits and not world.watch.full_edges
-        ):  # a whole batch at the edge of the bound is trained; others get too old
+        # if a whole batch stands at the edge of the bound, it is trained, and others may get too old
+        if waits and not world.watch.full_edges:
             assert Fate.STALE not in world.watch.fates.values()
         assert {(row.eval, row.version) for row in world.watch.evals} >= {
             (e.name, v) for e in config.eval for v in (0, world.state.version)
